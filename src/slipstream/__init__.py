@@ -1,0 +1,1 @@
+"""slipstream: makes speculative decoding pay."""

@@ -1,0 +1,15 @@
+"""Errors that a user can act on. The CLI prints them as one line; anything else is a defect of ours."""
+
+from __future__ import annotations
+
+
+class SlipstreamError(Exception):
+    """Something the user asked for cannot be done; the message says in one line what, why and what to do."""
+
+
+class ModelError(SlipstreamError):
+    """A model that is unknown, incomplete, damaged or not supported."""
+
+
+class RequestError(SlipstreamError, ValueError):
+    """A request that cannot be served: too long, empty, or with an option that is out of range or unsupported."""

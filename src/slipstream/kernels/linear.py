@@ -1,0 +1,160 @@
+"""Matrix products with few rows: `y = x W^T + b`, each row's bits independent of every other row (design rule 3).
+
+A weight is packed once into the layout its kernel reads, in one of four formats:
+
+| format | weights | products | floor, bytes a weight |
+|---|---|---|---|
+| `float32` | float32 | float32 | 4 |
+| `bfloat16` | bfloat16 | x rounded to bfloat16, sums in float32 | 2 |
+| `q8_0` | int8, one scale per 32 inputs | x quantised to int8 per row and 32 inputs, sums in int32, then float32 | 1.0625 |
+| `q4_1` | 4 bits, scale and minimum per 32 inputs | the same | 0.625 (scales in float16) |
+
+`q8_0` and `q4_1` are GGUF's blocks: such a file runs as it is, without another rounding of its weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.native import native
+
+Format = Literal["float32", "bfloat16", "q8_0", "q4_1"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+GROUP = 32
+"""Inputs that share one scale in the quantised formats."""
+
+
+@dataclass(frozen=True)
+class QuantisedWeight:
+    """A weight [N, K] as integers in groups of 32 inputs: `w[n, k] = q[n, k] * scale[n, k // 32] + minimum[n, k // 32]`.
+
+    q: int8 [N, K] for q8_0 (-127..127), uint8 [N, K] for q4_1 (0..15). scale, minimum: float16 [N, K / 32];
+    minimum is None for q8_0.
+    """
+
+    format: Literal["q8_0", "q4_1"]
+    q: Tensor
+    scale: Tensor
+    minimum: Tensor | None = None
+
+    def dequantise(self) -> Tensor:
+        """The weight as float32 [N, K]."""
+        n, k = self.q.shape
+        grouped = self.q.view(n, k // GROUP, GROUP).float() * self.scale.float()[..., None]
+        if self.minimum is not None:
+            grouped = grouped + self.minimum.float()[..., None]
+        return grouped.reshape(n, k)
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight in its kernel's layout. Make one with `pack`; only `linear` reads what is inside."""
+
+    format: Format
+    out_features: int
+    in_features: int
+    data: Tensor
+    scale: Tensor | None
+    minimum: Tensor | None
+    bias: Tensor | None
+    is_native: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read when every output is computed once."""
+        parts = (self.data, self.scale, self.minimum, self.bias)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+def quantise(weight: Tensor, format: Literal["q8_0", "q4_1"]) -> QuantisedWeight:
+    """Rounds a weight [N, K] (K a multiple of 32) to the nearest value of the format, group by group."""
+    n, k = weight.shape
+    if k % GROUP:
+        raise ValueError(f"{format} needs a multiple of {GROUP} inputs, this weight has {k}")
+    groups = weight.float().view(n, k // GROUP, GROUP)
+    if format == "q8_0":
+        scale = (groups.abs().amax(-1) / 127).half()
+        inverse = torch.where(scale > 0, 1 / scale.float(), 0)
+        q = (groups * inverse[..., None]).round().clamp(-127, 127).to(torch.int8)
+        return QuantisedWeight("q8_0", q.view(n, k), scale)
+    low, high = groups.aminmax(dim=-1)
+    scale, minimum = ((high - low) / 15).half(), low.half()
+    inverse = torch.where(scale > 0, 1 / scale.float(), 0)
+    q = ((groups - minimum.float()[..., None]) * inverse[..., None]).round().clamp(0, 15).to(torch.uint8)
+    return QuantisedWeight("q4_1", q.view(n, k), scale, minimum)
+
+
+def pack(weight: Tensor | QuantisedWeight, format: Format, bias: Tensor | None = None) -> PackedWeight:
+    """Puts a weight [N, K] (with bias [N], kept in float32) into the layout that `linear` reads.
+
+    A `QuantisedWeight` of the same format is taken as it is; in another format it is dequantised first.
+    """
+    n, k = weight.q.shape if isinstance(weight, QuantisedWeight) else weight.shape
+    bias = bias.float().contiguous() if bias is not None else None
+    if format in ("float32", "bfloat16"):
+        full = weight.dequantise() if isinstance(weight, QuantisedWeight) else weight
+        dtype = torch.float32 if format == "float32" else torch.bfloat16
+        data, scale, minimum = full.to(dtype).contiguous(), None, None
+        device = data.device
+    else:
+        assert format in ("q8_0", "q4_1")
+        if not (isinstance(weight, QuantisedWeight) and weight.format == format):
+            full = weight.dequantise() if isinstance(weight, QuantisedWeight) else weight
+            weight = quantise(full, format)
+        data, scale, minimum = weight.q.contiguous(), weight.scale.contiguous(), weight.minimum
+        device = data.device
+    if device.type == "cpu" and (ext := native()) is not None:
+        data, scale, minimum = ext.pack(data, scale, minimum, format)
+        return PackedWeight(format, n, k, data, scale, minimum, bias, True)
+    return PackedWeight(format, n, k, data, scale, minimum, bias, False)
+
+
+def linear(x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x [..., K] (float32 or bfloat16) times the weight: [..., N] in `out_dtype` (default: x's)."""
+    if weight.is_native:
+        ext = native()
+        assert ext is not None
+        y: Tensor = ext.linear(
+            x,
+            weight.data,
+            weight.scale,
+            weight.minimum,
+            weight.bias,
+            weight.out_features,
+            out_dtype or x.dtype,
+        )
+        return y
+    return reference(x, weight, out_dtype)
+
+
+def reference(x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None) -> Tensor:
+    """The contract in plain torch, one row at a time, so that no row's bits depend on how many there are."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = torch.stack([_row(row, weight) for row in rows]) if len(rows) else x.new_empty(0, weight.out_features)
+    return y.to(out_dtype or x.dtype).view(*x.shape[:-1], weight.out_features)
+
+
+def _row(row: Tensor, weight: PackedWeight) -> Tensor:
+    """One row [K] to float32 [N]."""
+    if weight.format == "float32":
+        y = torch.mv(weight.data, row.float().clone())
+    elif weight.format == "bfloat16":
+        y = torch.mv(weight.data.float(), row.bfloat16().float())
+    else:
+        groups = row.float().view(-1, GROUP)
+        x_scale = groups.abs().amax(-1) / 127
+        inverse = torch.where(x_scale > 0, 1 / x_scale, 0)
+        x_q = (groups * inverse[:, None]).round()
+        assert weight.scale is not None
+        w_q = weight.data.float().view(weight.out_features, -1, GROUP)
+        dots = torch.einsum(
+            "ngk,gk->ng", w_q, x_q
+        )  # whole numbers below 2^24: exact in float32, in any order
+        y = (dots * weight.scale.float() * x_scale).sum(-1)
+        if weight.minimum is not None:
+            y = y + (weight.minimum.float() * (x_scale * x_q.sum(-1))).sum(-1)
+    return y + weight.bias if weight.bias is not None else y

@@ -1,0 +1,28 @@
+"""Every environment flag of slipstream, in one place. Each is an ablation: off, the result is the same text.
+
+| variable | values | what it does |
+|---|---|---|
+| `SLIPSTREAM_KERNELS` | `native` (default), `reference` | `reference` runs the plain-torch kernels even where C++ ones exist |
+| `SLIPSTREAM_CACHE` | a folder | where built kernels and measured costs are kept (default `~/.cache/slipstream`) |
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def use_native_kernels() -> bool:
+    """False when `SLIPSTREAM_KERNELS=reference`; any other value than the two known ones is an error."""
+    value = os.environ.get("SLIPSTREAM_KERNELS", "native")
+    if value not in ("native", "reference"):
+        raise ValueError(f"SLIPSTREAM_KERNELS={value}: known values are native, reference")
+    return value == "native"
+
+
+def cache_dir() -> Path:
+    """The folder for what is costly to make again: built kernels, measured costs."""
+    root = os.environ.get("SLIPSTREAM_CACHE")
+    if root:
+        return Path(root)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
