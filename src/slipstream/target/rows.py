@@ -38,3 +38,5 @@ class Rows:
     """[B, T]; None for a chain, where a row's depth is its index."""
     ancestors: Tensor | None = None
     """[B, T, A]: tree rows from the root to each row, itself included; None for a chain."""
+    extent: int = 0
+    """The host's upper bound of the keys that any row sees; kernels on a GPU launch for it and leave early."""

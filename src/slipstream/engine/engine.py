@@ -1,0 +1,282 @@
+"""The Python API: load a model once, then generate, with speculation that never changes a text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from time import perf_counter
+from typing import Literal
+
+import torch
+
+from slipstream.draft.drafter import Drafter
+from slipstream.draft.ngram import NGramDrafter
+from slipstream.draft.text import Text
+from slipstream.draft.tree import Tree
+from slipstream.engine.controller import SIZES, Controller, CostModel
+from slipstream.engine.cycle import cycle, prefill
+from slipstream.engine.output import Output
+from slipstream.engine.request import Chunk, Completion, SamplingParams
+from slipstream.engine.scheduler import Running, Scheduler
+from slipstream.engine.state import State
+from slipstream.errors import RequestError, SlipstreamError
+from slipstream.target.load import LoadedModel, load
+
+Prompt = str | Sequence[Mapping[str, str]]
+"""A user's message, or a conversation as a list of {"role": ..., "content": ...}."""
+DRAFTERS = ("ngram",)
+_MAX_ROWS = max(SIZES) + 1
+
+
+class Engine:
+    """A model, its drafter and the state of the requests that run on them. Not for use by several threads at once.
+
+    engine = Engine("smollm2-135m")
+    print(engine.generate("Why is the sky blue?").text)
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2-135m",
+        *,
+        draft: str | Drafter | None = "ngram",
+        dtype: str = "auto",
+        weights: str = "auto",
+        max_length: int = 2048,
+        max_batch: int = 8,
+        threads: int | None = None,
+        device: str = "cpu",
+    ) -> None:
+        """Loads a model.
+
+        model: a name (`smollm2-135m`), a directory, a .gguf file, or a Hugging Face id. draft: what proposes tokens
+        (`ngram`, a Drafter of your own, or None for plain decoding). dtype: of activations and KV (auto, float32,
+        bfloat16). weights: the format of the linear layers (auto: as dtype; float32, bfloat16, int8, int4).
+        max_length: the longest prompt + output in tokens. max_batch: requests that run at once. threads: CPU threads
+        of this whole process (default: what torch has). Raises SlipstreamError with what to do about it.
+        """
+        if threads is not None:
+            if threads < 1:
+                raise SlipstreamError(f"threads is {threads}; it must be at least 1")
+            torch.set_num_threads(threads)
+        if max_length < 2 or max_batch < 1:
+            raise SlipstreamError("max_length must be at least 2 and max_batch at least 1")
+        self.drafter = _drafter(draft)
+        self.model: LoadedModel = load(
+            model, dtype=dtype, weights=weights, device=device, positions=max_length + 2 * _MAX_ROWS
+        )
+        limit = self.model.shape.max_positions
+        if max_length > limit:
+            raise SlipstreamError(
+                f"max_length is {max_length}, but {self.model.name} goes up to {limit} tokens"
+            )
+        self.max_length = max_length
+        target = self.model.target
+        self._state = State.allocate(
+            target.kv_layout(), max_batch, max_length, _MAX_ROWS, self.model.dtype, torch.device(device)
+        )
+        self._controller: Controller | None = None
+        self._scheduler = Scheduler(target, self._state, None)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        raw: bool = False,
+        speculate: bool = True,
+        draft_tokens: int | None = None,
+    ) -> Completion:
+        """One completion. See `generate_batch` for the arguments."""
+        return self.generate_batch([prompt], params, raw=raw, speculate=speculate, draft_tokens=draft_tokens)[
+            0
+        ]
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        raw: bool = False,
+        speculate: bool = True,
+        draft_tokens: int | None = None,
+    ) -> list[Completion]:
+        """Completions of several prompts, run together as far as max_batch allows; in the order of the prompts.
+
+        params: for all, or one for each (default: greedy, 256 tokens). raw: take the text as it is, without the chat
+        template. speculate: False decodes plainly; the text is the same. draft_tokens: draft that many each
+        cycle instead of what the controller finds best. Raises RequestError for what cannot be served.
+        """
+        every = self._params(params, len(prompts))
+        requests = [
+            self._request(prompt, each, raw, speculate, draft_tokens)
+            for prompt, each in zip(prompts, every, strict=True)
+        ]
+        texts: dict[int, list[str]] = {id(request): [] for request in requests}
+        for request, chunk in self._run(requests):
+            texts[id(request)].append(chunk.text)
+        return [self._completion(request, "".join(texts[id(request)])) for request in requests]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        raw: bool = False,
+        speculate: bool = True,
+        draft_tokens: int | None = None,
+    ) -> Iterator[Chunk]:
+        """The same completion in pieces, as its cycles bring them; the last piece has the reason and the stats."""
+        request = self._request(prompt, params or SamplingParams(), raw, speculate, draft_tokens)
+        for _, chunk in self._run([request]):
+            yield chunk
+
+    def tokens_of(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """The prompt's token ids as the model will see them."""
+        tokenizer = self.model.tokenizer
+        if not isinstance(prompt, str):
+            return tokenizer.encode_chat([dict(message) for message in prompt])
+        if raw or not prompt:
+            return tokenizer.encode(prompt)
+        return tokenizer.encode_chat([{"role": "user", "content": prompt}])
+
+    def step_costs(
+        self, rows: Sequence[int] = (1, 2, 4, 8, 16, 32), *, context: int = 256, rounds: int = 7
+    ) -> dict[int, float]:
+        """Microseconds of one whole verify cycle by its number of rows, one request: the median of `rounds`, in turn.
+
+        context: the tokens before the tree. Nothing may be running.
+        """
+        context = min(context, self.max_length)
+        measured: dict[int, list[float]] = {count: [] for count in rows}
+        if any(not 1 <= count <= _MAX_ROWS for count in rows):
+            raise SlipstreamError(f"rows must be between 1 and {_MAX_ROWS}")
+        drafter = _Anything(self.model.shape.vocab_size)
+        for round_ in range(rounds + 1):
+            for count in rows:
+                elapsed_us = self._time_cycle(drafter, count - 1, context, is_first=round_ == 0)
+                if round_:
+                    measured[count].append(elapsed_us)
+        return {count: median(times) for count, times in measured.items()}
+
+    def describe(self) -> dict[str, object]:
+        """What runs here: the model, its formats and the limits."""
+        return {
+            "model": self.model.name,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "weights": self.model.weights,
+            "draft": self.drafter.name if self.drafter else None,
+            "parameters": self.model.shape.parameters,
+            "layers": self.model.shape.layers,
+            "max_length": self.max_length,
+            "max_batch": self._state.padding_slot,
+            "threads": torch.get_num_threads(),
+            "cpus": os.cpu_count(),
+            "notes": list(self.model.notes),
+        }
+
+    def _run(self, requests: list[Running]) -> Iterator[tuple[Running, Chunk]]:
+        if any(request.drafter is not None and request.size is None for request in requests):
+            self._calibrate()
+        self._scheduler.waiting.extend(requests)
+        try:
+            while self._scheduler.waiting or self._scheduler.running:
+                yield from self._scheduler.step()
+        finally:  # an interrupted or abandoned stream must not leave its request in a slot
+            for request in requests:
+                self._scheduler.cancel(request)
+
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, raw: bool, speculate: bool, draft_tokens: int | None
+    ) -> Running:
+        tokens = self.tokens_of(prompt, raw=raw)
+        if not prompt or not tokens:
+            raise RequestError("the prompt is empty")
+        vocabulary = self.model.shape.vocab_size
+        if max(tokens) >= vocabulary:
+            raise RequestError(
+                f"the prompt holds token {max(tokens)}, the model's vocabulary ends at {vocabulary - 1}"
+            )
+        if len(tokens) + params.max_new_tokens > self.max_length:
+            raise RequestError(
+                f"a prompt of {len(tokens)} tokens and {params.max_new_tokens} new ones do not fit into max_length"
+                f" {self.max_length}; shorten the prompt, ask for fewer tokens or raise max_length"
+            )
+        if draft_tokens is not None:
+            most = self.drafter.max_drafted if self.drafter else 0
+            if not 0 <= draft_tokens <= min(most, _MAX_ROWS - 1):
+                raise RequestError(f"draft_tokens is {draft_tokens}; it must be between 0 and {most}")
+        output = Output(params, self.model.tokenizer.eos_ids, self.model.tokenizer.stream())
+        return Running(tokens, params, output, self.drafter if speculate else None, draft_tokens)
+
+    def _params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * count
+        if len(params) != count:
+            raise RequestError(f"{count} prompts came with {len(params)} sets of sampling parameters")
+        return list(params)
+
+    @staticmethod
+    def _completion(request: Running, text: str) -> Completion:
+        reason: Literal["stop", "length"] | None = request.output.finish_reason
+        assert reason is not None
+        return Completion(text, request.output.token_ids, reason, request.stats)
+
+    def _calibrate(self) -> None:
+        """Measures what cycles cost, before the first request that lets the controller choose."""
+        if self._controller is not None or self.drafter is None:
+            return
+        drafter = self.drafter
+        sizes = [size for size in SIZES if size <= drafter.max_drafted]
+        measured: dict[int, list[float]] = {size: [] for size in sizes}
+        for round_ in range(6):
+            for size in sizes:
+                elapsed_us = self._time_cycle(drafter, size, 192, is_first=round_ == 0)
+                if round_:
+                    measured[size].append(elapsed_us)
+        costs = CostModel({size + 1: median(times) for size, times in measured.items()})
+        self._controller = Controller(costs, max(sizes), drafter.is_free)
+        self._scheduler.controller = self._controller
+
+    @torch.inference_mode()
+    def _time_cycle(self, drafter: Drafter, size: int, context: int, *, is_first: bool) -> float:
+        """Microseconds of one cycle on the padding slot, over a made-up text of `context` tokens."""
+        state, slot = self._state, self._state.padding_slot
+        context = min(context, self.max_length)
+        if is_first:
+            made_up = [(7919 * index) % self.model.shape.vocab_size for index in range(context)]
+            state.put(slot, made_up, 0.0, 0, 1.0, 0)
+            prefill(self.model.target, state, slot, 0, 256)
+        state.text.length[slot] = context
+        slots = torch.tensor([slot], device=state.table.device)
+        start = perf_counter()
+        drafter.outlook(state.text, slots).tolist()
+        cycle(self.model.target, drafter, state, slots, size, context + size, True).accepted.tolist()
+        return (perf_counter() - start) * 1e6
+
+
+class _Anything:
+    """Drafts arbitrary tokens: for measuring what a verify step costs."""
+
+    name, is_free, max_drafted = "anything", True, _MAX_ROWS - 1
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+
+    def outlook(self, text: Text, slots: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(slots)
+
+    def draft(self, text: Text, slots: torch.Tensor, size: int) -> Tree:
+        tokens = (torch.arange(size, device=slots.device) * 104729 % self._vocabulary).expand(len(slots), -1)
+        return Tree.chain(tokens, torch.ones_like(tokens, dtype=torch.bool))
+
+
+def _drafter(draft: str | Drafter | None) -> Drafter | None:
+    if draft == "ngram":
+        return NGramDrafter()
+    if isinstance(draft, str):
+        raise SlipstreamError(f"unknown drafter {draft!r}; known are {', '.join(DRAFTERS)}, or none")
+    return draft
