@@ -6,7 +6,7 @@ A weight is packed once into the layout its kernel reads, in one of four formats
 |---|---|---|---|
 | `float32` | float32 | float32 | 4 |
 | `bfloat16` | bfloat16 | x rounded to bfloat16, sums in float32 | 2 |
-| `q8_0` | int8, one scale per 32 inputs | x quantised to int8 per row and 32 inputs, sums in int32, then float32 | 1.0625 |
+| `q8_0` | int8, one scale per 32 inputs | x to int8 per row and 32 inputs, sums in int32, then float32 | 1.0625 |
 | `q4_1` | 4 bits, scale and minimum per 32 inputs | the same | 0.625 (scales in float16) |
 
 `q8_0` and `q4_1` are GGUF's blocks: such a file runs as it is, without another rounding of its weights.
@@ -30,7 +30,7 @@ GROUP = 32
 
 @dataclass(frozen=True)
 class QuantisedWeight:
-    """A weight [N, K] as integers in groups of 32 inputs: `w[n, k] = q[n, k] * scale[n, k // 32] + minimum[n, k // 32]`.
+    """A weight [N, K] as integers, `w[n, k] = q[n, k] * scale[n, k // 32] + minimum[n, k // 32]`.
 
     q: int8 [N, K] for q8_0 (-127..127), uint8 [N, K] for q4_1 (0..15). scale, minimum: float16 [N, K / 32];
     minimum is None for q8_0.
@@ -52,7 +52,11 @@ class QuantisedWeight:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight in its kernel's layout. Make one with `pack`; only `linear` reads what is inside."""
+    """A weight in its kernel's layout. Make one with `pack`; only `linear` reads what is inside.
+
+    Native: `data` is uint8, the panels of csrc/linear.h, scales and minima among them. Otherwise, and for `reference`:
+    `data` [N, K] with `scale` and `minimum` as in `QuantisedWeight`.
+    """
 
     format: Format
     out_features: int
@@ -99,17 +103,15 @@ def pack(weight: Tensor | QuantisedWeight, format: Format, bias: Tensor | None =
         full = weight.dequantise() if isinstance(weight, QuantisedWeight) else weight
         dtype = torch.float32 if format == "float32" else torch.bfloat16
         data, scale, minimum = full.to(dtype).contiguous(), None, None
-        device = data.device
     else:
         assert format in ("q8_0", "q4_1")
         if not (isinstance(weight, QuantisedWeight) and weight.format == format):
             full = weight.dequantise() if isinstance(weight, QuantisedWeight) else weight
             weight = quantise(full, format)
         data, scale, minimum = weight.q.contiguous(), weight.scale.contiguous(), weight.minimum
-        device = data.device
-    if device.type == "cpu" and (ext := native()) is not None:
-        data, scale, minimum = ext.pack(data, scale, minimum, format)
-        return PackedWeight(format, n, k, data, scale, minimum, bias, True)
+    if data.device.type == "cpu" and (ext := native()) is not None:
+        packed = ext.pack(data, scale, minimum, format)
+        return PackedWeight(format, n, k, packed, None, None, bias, True)
     return PackedWeight(format, n, k, data, scale, minimum, bias, False)
 
 
@@ -121,10 +123,10 @@ def linear(x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None
         y: Tensor = ext.linear(
             x,
             weight.data,
-            weight.scale,
-            weight.minimum,
+            weight.format,
             weight.bias,
             weight.out_features,
+            weight.in_features,
             out_dtype or x.dtype,
         )
         return y
@@ -147,6 +149,8 @@ def _row(row: Tensor, weight: PackedWeight) -> Tensor:
     else:
         groups = row.float().view(-1, GROUP)
         x_scale = groups.abs().amax(-1) / 127
+        tiny = torch.finfo(torch.float32).tiny  # below it 1 / scale would overflow
+        x_scale = torch.where(x_scale < tiny, 0, x_scale)
         inverse = torch.where(x_scale > 0, 1 / x_scale, 0)
         x_q = (groups * inverse[:, None]).round()
         assert weight.scale is not None

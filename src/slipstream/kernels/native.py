@@ -21,6 +21,8 @@ from slipstream import knobs
 
 NAME = "slipstream_native"
 SOURCES = Path(__file__).parent / "csrc"
+FLAGS = ["-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-Wno-psabi"]
+"""torch's loader adds its own `-std`. Contracting a * b + c at the compiler's whim would make bits depend on it."""
 
 _loaded: ModuleType | None = None
 _tried = False
@@ -51,7 +53,7 @@ def _key() -> str:
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
-    for fact in (torch.__version__, sys.version, platform.machine(), _cpu_flags()):
+    for fact in (torch.__version__, sys.version, platform.machine(), _cpu_flags(), *FLAGS):
         digest.update(fact.encode())
     return digest.hexdigest()[:16]
 
@@ -66,7 +68,7 @@ def _load() -> ModuleType | None:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             warnings.warn(
                 f"slipstream runs its slow reference kernels: the C++ ones could not be built ({reason})."
-                " A C++17 compiler (g++ or clang++) mends it.",
+                " A C++20 compiler (g++ or clang++) mends it.",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -95,7 +97,7 @@ def _build(folder: Path, library: str) -> None:
         cpp_extension.load(
             name=NAME,
             sources=[str(source) for source in sorted(SOURCES.glob("*.cpp"))],
-            extra_cflags=["-O3", "-march=native", "-std=c++17", "-fopenmp", "-ffp-contract=off"],
+            extra_cflags=FLAGS,
             build_directory=scratch,
             is_python_module=True,
             verbose=False,
