@@ -50,8 +50,8 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens a second of decoding, the prefill not counted."""
-        return self.new_tokens / self.decode_s if self.decode_s else 0.0
+        """New tokens a second of decoding; 0 where the prefill alone gave the whole text and nothing was decoded."""
+        return self.new_tokens / self.decode_s if self.cycles and self.decode_s else 0.0
 
     @classmethod
     def of(cls, completion: Completion) -> Run:
@@ -88,7 +88,7 @@ class PromptResult:
     @property
     def speedup(self) -> float | None:
         """Plain time over speculative time of the same text; None where one of them decoded nothing."""
-        if self.speculative is None or not self.plain.decode_s or not self.speculative.decode_s:
+        if self.speculative is None or not self.plain.tokens_per_s or not self.speculative.tokens_per_s:
             return None
         return self.speculative.tokens_per_s / self.plain.tokens_per_s
 

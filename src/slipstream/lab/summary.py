@@ -81,7 +81,7 @@ def summarise(diagnosis: Diagnosis) -> Summary:
     results = [result for result in diagnosis.results if result.speedup is not None]
     runs = [run for result in results if (run := result.speculative)]
     present = [kind for kind in KINDS if any(result.kind == kind for result in results)]
-    plain = [result.plain.tokens_per_s for result in diagnosis.results if result.plain.decode_s]
+    plain = [result.plain.tokens_per_s for result in diagnosis.results if result.plain.tokens_per_s]
     step_us = diagnosis.step_us
     return Summary(
         plain=_spread(plain) if plain else None,
@@ -112,7 +112,7 @@ def compare(results: Sequence[PromptResult]) -> Comparison:
 
 
 def acceptance(runs: Sequence[Run]) -> list[Acceptance]:
-    """By position, all runs together. Drafts differ in length, so the cumulative chance is the product of the others."""
+    """By position, all runs together. Drafts differ in length, so cumulative is the product of the conditional ones."""
     result: list[Acceptance] = []
     cumulative = 1.0
     for position in range(max((len(run.tried) for run in runs), default=0)):

@@ -1,0 +1,50 @@
+"""The command line. One short file a command; heavy imports happen inside the commands, so that --help is instant."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from slipstream.cli import diagnose, generate
+from slipstream.errors import SlipstreamError
+
+app = typer.Typer(
+    help="Makes speculative decoding pay: measure it, run it, see where its time goes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("diagnose")(diagnose.diagnose)
+app.command("generate", cls=generate.RefusesUnsupported)(generate.generate)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"slipstream {version('slipstream')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop."),
+    ] = False,
+) -> None:
+    """Makes speculative decoding pay: measure it, run it, see where its time goes."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The entry point: status 0 done, 1 what was asked failed, 2 wrong usage, 130 interrupted."""
+    try:
+        app(args=argv)
+    except SlipstreamError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

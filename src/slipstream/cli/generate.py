@@ -1,0 +1,119 @@
+"""`slipstream generate`: one prompt, its answer streamed to the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from slipstream.cli.options import Draft, Dtype, Weights
+from slipstream.errors import RequestError
+
+if TYPE_CHECKING:
+    from slipstream.engine.request import Stats
+
+UNSUPPORTED = {
+    "--presence-penalty": "penalties are not supported yet",
+    "--frequency-penalty": "penalties are not supported yet",
+    "--repetition-penalty": "penalties are not supported yet",
+    "--logprobs": "log-probabilities are not supported yet",
+    "--grammar": "grammars are not supported yet",
+    "--json-schema": "grammars are not supported yet",
+    "--min-p": "min-p sampling is not supported yet; --top-p and --top-k are",
+    "--n": "several answers to one prompt are not supported yet; run the command again with another --seed",
+}
+"""Options that people expect: refused by name, because an option that is ignored gives a wrong answer silently."""
+
+
+class RefusesUnsupported(TyperCommand):
+    """A command that names what it cannot do instead of calling it unknown."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Looks for unsupported options first."""
+        before_end = args[: args.index("--")] if "--" in args else args
+        for arg in before_end:
+            name = arg.split("=", 1)[0]
+            if name in UNSUPPORTED:
+                raise RequestError(f"{name}: {UNSUPPORTED[name]}")
+        return super().parse_args(ctx, args)
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from the standard input.")],
+    model: Annotated[
+        str, typer.Option(help="A name, a folder, a .gguf file or a Hugging Face id.")
+    ] = "smollm2-135m",
+    draft: Annotated[Draft, typer.Option(help="What guesses the next tokens.")] = Draft.NGRAM,
+    dtype: Annotated[Dtype, typer.Option(help="Number format of the computation.")] = Dtype.AUTO,
+    weights: Annotated[Weights, typer.Option(help="Number format of the weights.")] = Weights.AUTO,
+    max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens of this share.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw among this many likeliest tokens; 0 is all.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends the answer; repeatable.")] = None,
+    speculate: Annotated[bool, typer.Option(help="Guess ahead; the text is the same either way.")] = True,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
+    ] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Print speed and acceptance to the standard error.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of the text.")
+    ] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads; default: all cores.")] = None,
+) -> None:
+    """Answer one prompt, streamed to the terminal."""
+    from slipstream.engine.request import SamplingParams
+
+    text = _read_stdin() if prompt == "-" else prompt
+    if not text.strip():
+        raise RequestError("the prompt is empty")
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    import slipstream
+
+    engine = slipstream.Engine(model, draft=draft.name_or_none, dtype=dtype, weights=weights, threads=threads)
+    if as_json:
+        completion = engine.generate(text, params, speculate=speculate, raw=raw)
+        print(json.dumps(asdict(completion), ensure_ascii=False))
+        return
+    cost = None
+    for chunk in engine.stream(text, params, speculate=speculate, raw=raw):
+        print(chunk.text, end="", flush=True)
+        cost = chunk.stats or cost
+    print()
+    if stats and cost:
+        print(_describe(cost), file=sys.stderr)
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the standard input is not UTF-8 text (byte {error.start})") from None
+
+
+def _describe(stats: Stats) -> str:
+    """One line: sizes, times, and how many guesses of the first places were right."""
+    line = (
+        f"{stats.prompt_tokens} prompt tokens in {stats.prefill_s * 1e3:.0f} ms; {stats.new_tokens} new tokens in "
+        f"{stats.decode_s:.2f} s, {stats.tokens_per_s:.1f} a second; {stats.tokens_per_cycle:.2f} tokens a cycle"
+    )
+    shares = [
+        f"{100 * accepted / tried:.0f} %"
+        for tried, accepted in zip(stats.tried[:8], stats.accepted, strict=False)
+        if tried
+    ]
+    return f"{line}; right by place: {', '.join(shares)}" if shares else line
