@@ -57,12 +57,16 @@ class Acceptance:
     """How often a drafted token is accepted, given that all before it were: by outlook and position, lately."""
 
     _MEMORY = 0.97
-    """What remains of a count when the next cycle of the same outlook is counted: a memory of about 30 cycles."""
-    _PRIOR_WEIGHT = 4.0
+    """What remains of a count when the next draft of the same outlook is counted: a memory of about 30 drafts."""
+    _WEIGHT = 4.0
+    """Drafts that the first guess is worth, and that a position borrows from the one before it."""
 
     def __init__(self, positions: int) -> None:
         self._tried = [[0.0] * positions for _ in range(OUTLOOKS)]
         self._accepted = [[0.0] * positions for _ in range(OUTLOOKS)]
+        for outlook in range(1, OUTLOOKS):  # a guess that is forgotten as drafts come in
+            self._tried[outlook][0] = self._WEIGHT
+            self._accepted[outlook][0] = self._WEIGHT * min(0.3 + 0.1 * outlook, 0.9)
         self._expected: list[list[float] | None] = [None] * OUTLOOKS
 
     def observe(self, outlook: int, tried: int, accepted: int) -> None:
@@ -74,23 +78,17 @@ class Acceptance:
         self._expected[outlook] = None
 
     def expected_tokens(self, outlook: int) -> list[float]:
-        """By size 0, 1, 2 ...: the tokens that a cycle is expected to commit, its own included.
-
-        A position's rate is shrunk towards that of the position before it, the first towards a guess by outlook.
-        """
+        """By size 0, 1, 2 ...: the tokens that a cycle is expected to commit, its own included."""
         known = self._expected[outlook]
         if known is None:
-            known, reach, rate = [1.0], 1.0, self._first_guess(outlook)
+            known, reach, rate, weight = [1.0], 1.0, 0.0, 0.0
             for hits, counts in zip(self._accepted[outlook], self._tried[outlook], strict=True):
-                rate = (hits + self._PRIOR_WEIGHT * rate) / (counts + self._PRIOR_WEIGHT)
+                rate = (hits + weight * rate) / max(counts + weight, 1.0)
+                weight = self._WEIGHT
                 reach *= rate
                 known.append(known[-1] + reach)
             self._expected[outlook] = known
         return known
-
-    @staticmethod
-    def _first_guess(outlook: int) -> float:
-        return min(0.3 + 0.1 * outlook, 0.9) if outlook else 0.0
 
 
 @dataclass

@@ -104,7 +104,8 @@ class Scheduler:
         for index, request in enumerate(group):
             committed = tokens[index][: accepted[index] + 1]
             self._learn(request, outlooks[index], size, accepted[index], committed, shadows.get(request.slot))
-            events.append((request, self._push(request, committed, size, accepted[index])))
+            drafted = size if outlooks[index] else 0
+            events.append((request, self._push(request, committed, drafted, accepted[index])))
         return events
 
     def _batch(self, slots: list[int]) -> Tensor:
@@ -115,6 +116,7 @@ class Scheduler:
         if known is None:
             self._slots.clear()
             known = self._slots[key] = torch.tensor(key, device=self.state.table.device)
+        if len(key) > len(slots):  # it would grow with every cycle otherwise
             self.state.text.length[self.state.padding_slot] = 1
         return known
 
@@ -129,7 +131,7 @@ class Scheduler:
         if request.drafter is None:
             return 0
         if request.size is not None:
-            return request.size
+            return request.size if any(outlooks) else 0
         assert self.controller is not None
         return self.controller.choose(outlooks)
 
@@ -167,16 +169,16 @@ class Scheduler:
             self.controller.shadow(request.slot, outlook, shadow)
         self.controller.observe_text(request.slot, committed)
 
-    def _push(self, request: Running, committed: Sequence[int], size: int, accepted: int) -> Chunk:
+    def _push(self, request: Running, committed: Sequence[int], drafted: int, accepted: int) -> Chunk:
         """Hands a request its tokens, keeps its stats, and frees its slot when it is done."""
         stats, output = request.stats, request.output
         text, taken = output.push(committed)
         stats.new_tokens += len(taken)
         stats.cycles += 1
-        stats.cycles_by_drafted[size] = stats.cycles_by_drafted.get(size, 0) + 1
-        stats.tried.extend([0] * (size - len(stats.tried)))
-        stats.accepted.extend([0] * (size - len(stats.accepted)))
-        for position in range(min(accepted + 1, size)):
+        stats.cycles_by_drafted[drafted] = stats.cycles_by_drafted.get(drafted, 0) + 1
+        stats.tried.extend([0] * (drafted - len(stats.tried)))
+        stats.accepted.extend([0] * (drafted - len(stats.accepted)))
+        for position in range(min(accepted + 1, drafted)):
             stats.tried[position] += 1
             stats.accepted[position] += position < accepted
         stats.decode_s = perf_counter() - request.began_s

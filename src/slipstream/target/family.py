@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from slipstream.target.rows import KVTensor, Rows
-from slipstream.target.shape import ModelShape
+
+if TYPE_CHECKING:
+    from slipstream.target.shape import ModelShape
 
 KVCache = list[tuple[Tensor, ...]]
 """Per layer, the tensors that the family declared, each [rows, *shape]."""
