@@ -66,7 +66,7 @@ class FakeEngine:
                     time.sleep(0.0003)
             yield Chunk("x", [index], "length" if index == 4 else None, stats if index == 4 else None)
 
-    def step_costs(self, rows: Sequence[int] = (), batch: int = 1, context: int = 256) -> dict[int, float]:
+    def step_costs(self, rows: Sequence[int] = (), *, context: int = 256) -> dict[int, float]:
         return {count: 9000.0 * (1 + 0.02 * (count - 1)) for count in rows}
 
     def describe(self) -> dict[str, Any]:

@@ -68,8 +68,8 @@ def break_even_by_rows(
 ) -> list[BreakEven]:
     """One `BreakEven` for every measured number of rows above 1, shortest chain first.
 
-    `step_us`: microseconds of a verify step by rows (1 must be there). The overheads are what a cycle costs beside its
-    verify step: draft, accept, commit and host.
+    `step_us`: microseconds of a verify step by rows (1 must be there). The overheads (microseconds) are
+    what a cycle costs beside what was measured there: drafting, say, and the host.
     """
     plain_us = step_us[1] + plain_overhead_us
     return [

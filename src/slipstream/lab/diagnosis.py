@@ -30,7 +30,7 @@ class Measured(Protocol):
 
     def stream(self, prompt: str, params: SamplingParams, *, speculate: bool) -> Iterator[Chunk]: ...
 
-    def step_costs(self, rows: Sequence[int], batch: int, context: int) -> dict[int, float]: ...
+    def step_costs(self, rows: Sequence[int], *, context: int) -> dict[int, float]: ...
 
     def describe(self) -> dict[str, Any]: ...
 
@@ -107,7 +107,7 @@ class Diagnosis:
     plain_cycle: CycleCost | None = None
     speculative_cycle: CycleCost | None = None
     step_us: dict[int, float] = field(default_factory=dict)
-    """Microseconds of one whole verify step by its number of rows."""
+    """Microseconds of verify, accept and commit together, by the number of rows; as the engine measures them."""
     partial: bool = False
     """It was interrupted before the end."""
 
@@ -187,7 +187,7 @@ def diagnose(
             lambda what, done: progress(what, len(prompts) + 1 + done, total),
         )
         progress("measuring a step by its rows", total - 1, total)
-        diagnosis.step_us = dict(engine.step_costs(rows=STEP_ROWS, batch=1, context=256))
+        diagnosis.step_us = dict(engine.step_costs(STEP_ROWS, context=256))
         progress("done", total, total)
     except KeyboardInterrupt:
         diagnosis.partial = True

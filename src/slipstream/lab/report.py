@@ -62,11 +62,12 @@ def render(diagnosis: Diagnosis) -> str:
         lstrip_blocks=True,
     )
     environment.filters["percent"] = lambda share: f"{100 * share:.0f} %"
+    drawn = {name: Markup(svg) for name, svg in plots(diagnosis, summary).items()}
     return environment.get_template("report.html").render(
         d=diagnosis,
         s=summary,
         verdict=verdict(diagnosis, summary),
-        plots={name: Markup(svg) for name, svg in plots(diagnosis, summary).items()},
+        plots={name: drawn.get(name) for name in ("speed", "acceptance", "verify", "cycle")},
         parts=_parts(diagnosis),
         glossary=GLOSSARY,
         explained=EXPLAINED,

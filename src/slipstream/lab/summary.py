@@ -130,13 +130,14 @@ def _break_even(diagnosis: Diagnosis) -> list[BreakEven]:
         return []
     return break_even_by_rows(
         diagnosis.step_us,
-        speculative_overhead_us=_beside_verify_us(diagnosis.speculative_cycle),
-        plain_overhead_us=_beside_verify_us(diagnosis.plain_cycle),
+        speculative_overhead_us=_beside_step_us(diagnosis.speculative_cycle),
+        plain_overhead_us=_beside_step_us(diagnosis.plain_cycle),
     )
 
 
-def _beside_verify_us(cost: CycleCost | None) -> float:
-    return cost.total_us - cost.phase_us("verify") if cost else 0.0
+def _beside_step_us(cost: CycleCost | None) -> float:
+    """What the engine's step costs leave out: they hold verify, accept and commit already."""
+    return cost.phase_us("draft") + cost.phase_us("host") if cost else 0.0
 
 
 def _cycle_s(runs: Sequence[Run]) -> float:

@@ -115,14 +115,15 @@ def _why_not(summary: Summary, overall: Comparison) -> tuple[Literal["too dear",
     """Poor guesses cannot pay at any price; good ones that do not pay are checked too dearly."""
     tokens, needed = overall.tokens_per_cycle, summary.cycle_ratio or 1.0
     if tokens < GUESSABLE:
-        return (
-            "too poor",
-            f"the guesses are too seldom right: each step yields {tokens:.2f} tokens where plain yields 1",
-        )
+        return "too poor", f"too few guesses are right: {_yield(tokens)}"
     return "too dear", (
-        f"checking the guesses costs too much: a step takes {needed:.2f} times as long as a plain one and yields only "
-        f"{tokens:.2f} words or parts of words instead of 1"
+        f"checking the guesses costs too much: a step takes {needed:.2f} times as long as a plain one, while "
+        f"{_yield(tokens)}"
     )
+
+
+def _yield(tokens: float) -> str:
+    return f"each step writes {tokens:.2f} words or parts of words instead of 1"
 
 
 def _pays(one: Comparison) -> bool:
