@@ -29,7 +29,9 @@ class FakeEngine:
         self.interrupt_after = interrupt_after
         self.calls: list[tuple[str, bool]] = []
 
-    def generate(self, prompt: str, params: SamplingParams, *, speculate: bool = True) -> Completion:
+    def generate(
+        self, prompt: str, params: SamplingParams, *, speculate: bool = True, raw: bool = False
+    ) -> Completion:
         if len(self.calls) == self.interrupt_after:
             raise KeyboardInterrupt
         if "TOO LONG" in prompt:
@@ -45,7 +47,9 @@ class FakeEngine:
             self._stats(prompt, len(tokens), speculate),
         )
 
-    def stream(self, prompt: str, params: SamplingParams, *, speculate: bool = True) -> Iterator[Chunk]:
+    def stream(
+        self, prompt: str, params: SamplingParams, *, speculate: bool = True, raw: bool = False
+    ) -> Iterator[Chunk]:
         stats = self._stats(prompt, params.max_new_tokens, speculate)
         yield Chunk("first", [0])
         for index in range(5):

@@ -110,8 +110,8 @@ def test_verdict_pays_for_all_and_for_some() -> None:
     assert "1.67 times as fast" in sentence
     found, sentence = case(FakeEngine())
     assert found == "pays for some"
-    assert "edit prompts 2.7 times as fast" in sentence
-    assert "chat prompts gain nothing" in sentence
+    assert "edit prompts 2.67 times as fast" in sentence
+    assert "chat prompts show no clear gain" in sentence
 
 
 def test_verdict_does_not_pay_and_why() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -45,6 +45,9 @@ def diagnose(
     import slipstream
 
     engine = slipstream.Engine(model, draft=draft.name_or_none, dtype=dtype, weights=weights, threads=threads)
+    notes: Any = engine.describe().get("notes", ())
+    for note in notes:
+        say(f"note: {note}")
     settings = {"prompts": str(prompts or "the shipped set"), "max_new_tokens": max_new_tokens}
     with progress_bar() as progress:
         found = lab.diagnose(

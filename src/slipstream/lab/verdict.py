@@ -74,9 +74,9 @@ def _compare(summary: Summary, overall: Comparison) -> Verdict:
     same = [kind for kind in summary.by_kind if kind not in faster and kind not in slower]
     if faster and (same or slower):
         gains = _join(
-            [f"{kind} prompts {summary.by_kind[kind].speedup:.1f} times as fast" for kind in faster]
+            [f"{kind} prompts {summary.by_kind[kind].speedup:.2f} times as fast" for kind in faster]
         )
-        rest = [f"{_join(same)} prompts gain nothing"] if same else []
+        rest = [f"{_join(same)} prompts show no clear gain"] if same else []
         rest += [f"{_join(slower)} prompts even get slower"] if slower else []
         return Verdict(
             "pays for some",
