@@ -56,6 +56,8 @@ def print_diagnosis(found: lab.Diagnosis) -> None:
     from slipstream.lab.verdict import verdict
 
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=120)  # a file has no edge to wrap at
     summary = summarise(found)
     for table in (
         _speeds(console, summary),
