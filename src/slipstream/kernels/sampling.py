@@ -17,7 +17,7 @@ _MASK32 = 0xFFFFFFFF
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """logits float32 [R, V] -> int64 [R]; a tie goes to the lowest id."""
+    """logits float32 [R, V] -> int64 [R]; a tie goes to the lowest id. A NaN is never chosen; a row of NaN gives 0."""
     if logits.device.type == "cpu" and (ext := native()) is not None:
         ids: Tensor = ext.argmax(logits)
         return ids
@@ -42,13 +42,15 @@ def sample(
 
 def argmax_reference(logits: Tensor) -> Tensor:
     ids = torch.arange(logits.shape[-1], device=logits.device)
-    is_top = logits == logits.amax(-1, keepdim=True)
-    return torch.where(is_top, ids, logits.shape[-1]).amin(-1)
+    top = torch.where(logits.isnan(), float("-inf"), logits).amax(-1, keepdim=True)
+    first = torch.where(logits == top, ids, logits.shape[-1]).amin(-1)
+    return torch.where(first < logits.shape[-1], first, 0)
 
 
 def filtered_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """logits / temperature [R, V] with what top-k and top-p exclude at -inf; rows at temperature 0 are only copied."""
+    """logits / temperature [R, V] with what top-k and top-p exclude, and NaN, at -inf; temperature 0 counts as 1."""
     scaled = logits / torch.where(temperature > 0, temperature, 1)[:, None]
+    scaled = torch.where(scaled.isnan(), float("-inf"), scaled)
     ranked, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     keep = rank < torch.where(top_k > 0, top_k, logits.shape[-1])[:, None]
@@ -75,8 +77,8 @@ def uniform(seed: Tensor, position: Tensor, count: int) -> Tensor:
     x = _rotate32(x * x + y)
     x = _rotate32(x * x + z)
     x = _rotate32(x * x + y)
-    bits = ((x * x + z) >> 40) & 0xFFFFFF  # the top 24 bits
-    return (bits.float() + 0.5) * 2.0**-24
+    bits = ((x * x + z) >> 41) & 0x7FFFFF  # the top 23 bits: with 24, adding a half would round some up to 1
+    return (bits.float() + 0.5) * 2.0**-23
 
 
 def gumbel(seed: Tensor, position: Tensor, count: int) -> Tensor:
