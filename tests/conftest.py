@@ -1,0 +1,72 @@
+"""What several rooms' tests share: the real model, and transformers' own model on the same weights."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    """Tests that change the number of threads leave it as it was."""
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """An engine on SmolLM2-135M-Instruct in float32."""
+    import slipstream
+
+    return slipstream.Engine(dtype="float32", max_length=1024, max_batch=4)
+
+
+@pytest.fixture(scope="session")
+def smollm2_bf16():
+    """The same in bfloat16."""
+    import slipstream
+
+    return slipstream.Engine(dtype="bfloat16", weights="bfloat16", max_length=1024, max_batch=4)
+
+
+@pytest.fixture(scope="session")
+def reference_smollm2():
+    """transformers' LlamaForCausalLM with the weights of the same GGUF file, in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from slipstream.kernels.linear import QuantisedWeight
+    from slipstream.target.gguf_file import GGUFFile
+    from slipstream.target.llama import weight_names
+    from slipstream.target.load import _packaged
+
+    file = GGUFFile(_packaged())
+    shape = file.shape
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.intermediate_size,
+        rms_norm_eps=shape.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope.theta},
+        max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    weights = {name: file.fetch(name) for name in weight_names(shape)}
+    dense = {
+        name: weight.dequantise() if isinstance(weight, QuantisedWeight) else weight
+        for name, weight in weights.items()
+    }
+    missing, unexpected = model.load_state_dict(dense, strict=False)
+    assert missing == ["lm_head.weight"]
+    assert not unexpected
+    model.tie_weights()
+    return model.eval()
