@@ -2,7 +2,9 @@
 // Arguments were checked by the bindings; nothing here can fail.
 #pragma once
 
+#ifdef _OPENMP
 #include <omp.h>
+#endif
 
 #include <atomic>
 #include <cstdint>
@@ -55,7 +57,11 @@ void sample(const float* logits, const SampleSettings& settings, int64_t* ids, i
 // One request: the text's length and the longest suffix; returns the length matched, 0 for none.
 int64_t lookup(const int64_t* text, int64_t length, int64_t max_suffix, int64_t count, int64_t* draft);
 
+#ifdef _OPENMP
 inline int usable_threads() { return omp_in_parallel() ? 1 : omp_get_max_threads(); }
+#else
+inline int usable_threads() { return 1; }
+#endif
 
 // Calls f(item) for every item; threads take the next free one, so that a busy core does not hold the others up.
 template <class F>
