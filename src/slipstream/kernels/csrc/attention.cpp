@@ -117,6 +117,14 @@ struct Workspace {
     }
 };
 
+// Asks for rows of a cache ahead of their use: a long context comes from a cache that the cores share, or from memory.
+template <class T>
+inline void prefetch_rows(const T* rows, const int64_t* offsets, int count, int64_t dim) {
+    for (int j = 0; j < count; ++j)
+        for (int64_t byte = 0; byte < dim * int64_t(sizeof(T)); byte += 64)
+            __builtin_prefetch(reinterpret_cast<const char*>(rows + offsets[j]) + byte);
+}
+
 // Scores of `count` keys (at most 64) of all queries into out[query * stride + key]. Keys past `count`, up to a
 // multiple of 16, repeat the last one: nothing that a row does not own is read.
 template <class T>
@@ -234,6 +242,8 @@ void attend_block(const Tile<T>& tile, int64_t start, const Workspace& work, con
     int64_t offsets[BLOCK];
     const int shared = int(std::clamp<int64_t>(tile.shared_end - start, 0, BLOCK));
     for (int j = 0; j < shared; ++j) offsets[j] = tile.offset(start + j);
+    prefetch_rows(tile.p.k, offsets, shared, tile.dim);
+    prefetch_rows(tile.p.v, offsets, shared, tile.dim);
     score_block(tile, start, offsets, work);
     for (int64_t i = 0; i < tile.queries; ++i) {
         keys[i] = int(std::clamp<int64_t>(tile.keys(i / tile.group) - start, 0, BLOCK));

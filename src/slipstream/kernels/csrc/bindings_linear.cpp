@@ -2,6 +2,7 @@
 #include <torch/extension.h>
 
 #include "linear.h"
+#include "weight_memory.h"
 
 namespace py = pybind11;
 using at::Tensor;
@@ -47,8 +48,10 @@ Tensor pack(const Tensor& weight, const std::optional<Tensor>& scale, const std:
     call.weight = weight.const_data_ptr();
     if (is_quantised(format)) call.scale = factor(scale, weight, "scale");
     if (format == slipstream::Q4_1) call.minimum = factor(minimum, weight, "minimum");
-    Tensor packed = at::empty({slipstream_packed_bytes(format, n, k)}, at::kByte);
-    call.packed = packed.mutable_data_ptr();
+    const int64_t bytes = slipstream_packed_bytes(format, n, k);
+    std::shared_ptr<void> memory = slipstream::weight_memory(static_cast<size_t>(bytes));
+    Tensor packed = at::from_blob(memory.get(), {bytes}, [memory](void*) mutable { memory.reset(); }, at::kByte);
+    call.packed = memory.get();
     call.n = n;
     call.k = k;
     call.format = format;

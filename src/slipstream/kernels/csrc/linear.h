@@ -18,6 +18,7 @@ namespace slipstream {
 
 constexpr int64_t PANEL = 32;
 constexpr int64_t GROUP = 32;
+constexpr int64_t QUANTISED_GROUP = GROUP + 8;  // bytes of 32 quantised inputs of x, see linear_rows.h
 
 enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1, Q8_0 = 2, Q4_1 = 3 };
 enum Scalar : int32_t { SCALAR_FLOAT32 = 0, SCALAR_BFLOAT16 = 1 };

@@ -2,8 +2,8 @@
 //
 //   float32   float [K]
 //   bfloat16  bfloat16 [K rounded up to even]
-//   q8_0      int8 [K], float scale [K / 32], int32 -128 * sum [K / 32]    (the weights are stored as q + 128)
-//   q4_1      int8 [K], float scale [K / 32], float scale * sum [K / 32]
+//   q8_0      [K / 32]{ int8 [32], float scale, int32 -128 * sum }    (the weights are stored as q + 128)
+//   q4_1      [K / 32]{ int8 [32], float scale, float scale * sum }
 #pragma once
 
 #include <cfloat>
@@ -18,7 +18,7 @@ SLIPSTREAM_INLINE int64_t row_bytes(int32_t format, int64_t k) {
     switch (format) {
         case FLOAT32: return k * 4;
         case BFLOAT16: return (k + 1) / 2 * 4;
-        default: return k + k / GROUP * 8;
+        default: return k / GROUP * QUANTISED_GROUP;
     }
 }
 
@@ -100,16 +100,14 @@ SLIPSTREAM_INLINE float quantise_group(const void* x, int64_t i, uint8_t* q, int
 
 template <bool FromBfloat16>
 void prepare_quantised(const void* x, int64_t k, bool has_minimum, uint8_t* row) {
-    const int64_t groups = k / GROUP;
-    float* scales = reinterpret_cast<float*>(row + k);
-    uint8_t* sums = row + k + 4 * groups;
-    for (int64_t g = 0; g < groups; ++g) {
+    for (int64_t i = 0; i < k; i += GROUP, row += QUANTISED_GROUP) {
         int32_t sum;
-        scales[g] = quantise_group<FromBfloat16>(x, g * GROUP, row + g * GROUP, &sum);
+        const float scale = quantise_group<FromBfloat16>(x, i, row, &sum);
+        store(row + GROUP, scale);
         if (has_minimum)
-            store(sums + 4 * g, scales[g] * static_cast<float>(sum));
+            store(row + GROUP + 4, scale * static_cast<float>(sum));
         else
-            store(sums + 4 * g, -128 * sum);
+            store(row + GROUP + 4, -128 * sum);
     }
 }
 

@@ -33,8 +33,9 @@ SLIPSTREAM_INLINE void store(void* p, const T& v) {
     std::memcpy(p, &v, sizeof(T));
 }
 
-SLIPSTREAM_INLINE f32x16 broadcast(float x) { return f32x16{} + x; }
 SLIPSTREAM_INLINE i32x16 broadcast(int32_t x) { return i32x16{} + x; }
+// Through the bits: 0.0f + x is an addition that no compiler may leave out (x could be -0.0f).
+SLIPSTREAM_INLINE f32x16 broadcast(float x) { return (f32x16)broadcast(load<int32_t>(&x)); }
 
 SLIPSTREAM_INLINE f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
 #ifdef SLIPSTREAM_AVX512
