@@ -2,7 +2,7 @@
 
 | variable | values | what it does |
 |---|---|---|
-| `SLIPSTREAM_KERNELS` | `native` (default), `reference` | `reference` runs the plain-torch kernels even where C++ ones exist |
+| `SLIPSTREAM_KERNELS` | `native` (default), `reference` | `reference`: plain torch even where a C++ kernel exists |
 | `SLIPSTREAM_CACHE` | a folder | where built kernels and measured costs are kept (default `~/.cache/slipstream`) |
 """
 
