@@ -18,11 +18,11 @@ lint: .venv/installed-dev  ## format, lint and types
 	$(BIN)/mypy
 
 bench: .venv/installed-dev  ## measure what docs/benchmarks.md claims, and write it there
-	$(BIN)/python bench/run.py
+	$(BIN)/python -m bench.run
 
 bench-peers: .venv/installed-dev  ## the same beside vLLM's CPU build and llama.cpp, in an environment of their own
 	bash bench/peers_setup.sh
-	$(BIN)/python bench/run.py --peers
+	$(BIN)/python -m bench.run --peers
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "slipstream needs Python 3.11 or newer")'

@@ -1,6 +1,6 @@
 """Times one pass through all of SmolLM2-135M's linears, by weight format and row count; the floors come first.
 
-    python bench/linear_bench.py [--formats bfloat16 q4_1] [--rows 1 8 32] [--repeats 9] [--threads 2] [--torch]
+    python -m bench.linear_bench [--formats bfloat16 q4_1] [--rows 1 8 32] [--repeats 9] [--threads 2] [--torch]
 
 Repetitions are interleaved (each visits every format and row count once), so that a disturbance hits all alike; the
 table shows the minimum and the median.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import statistics
 import time
 from collections.abc import Callable
@@ -32,9 +33,12 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def read_bandwidth() -> float:
-    """Bytes a second that all threads read together, at best of twenty sums over memory that no cache holds."""
-    big = torch.ones(128 * 1024 * 1024, dtype=torch.float32)
-    return big.nbytes / min(seconds(big.sum) for _ in range(20))
+    """Bytes a second that all threads read together: the best of thirty sums over huge pages that no cache holds."""
+    memory = mmap.mmap(-1, 512 << 20)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    big = torch.frombuffer(memory, dtype=torch.float32).fill_(1)
+    return big.nbytes / min(seconds(big.sum) for _ in range(30))
 
 
 def matmul_rate() -> float:

@@ -1,45 +1,27 @@
 """Other engines on the same weights, prompts, dtype and thread count, each in a process of its own, measured in turn.
 
-bash bench/peers_setup.sh                      once: makes .venv-peers (vLLM's CPU build, llama.cpp)
-.venv/bin/python bench/peers.py                measures every peer on the prompts below
-.venv/bin/python bench/peers.py --only bfloat16 --prompts FILE.jsonl --json peers.json
-
-`make bench` imports `PEERS` and `Worker` to set these figures beside slipstream's in one run.
+`bash bench/peers_setup.sh` makes their environment once, `make bench-peers` measures them beside slipstream.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from types import TracebackType
 
-from export_hf import export, gguf_file
+from bench.export_hf import export, gguf_file
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = Path(__file__).resolve().parent / "peer_workers"
-OURS, THEIRS = ROOT / ".venv", ROOT / ".venv-peers"
-
-NOTES = (
-    "The red kite is a bird of prey with a forked tail. It was once common in every town, where it fed on "
-    "scraps. By 1900 only a few pairs were left, all of them in Wales. Since 1989 young birds have been brought "
-    "from Spain and Sweden, and today more than four thousand pairs breed in Britain."
-)
-PROMPTS = (
-    {"kind": "chat", "prompt": "Why is the sky blue, and why is it red in the evening?"},
-    {"kind": "edit", "prompt": f"Repeat the following text word for word, twice:\n\n{NOTES}"},
-    {"kind": "code", "prompt": "Write a Python class for a stack with push, pop, peek and a length."},
-)
+THEIRS = ROOT / ".venv-peers"
 
 
 @dataclass(frozen=True)
@@ -80,8 +62,6 @@ VLLM_ENV = {
     "LD_PRELOAD": str(THEIRS / "lib" / "libiomp5.so"),
 }
 PEERS = (
-    *(Peer("transformers", dtype, "plain", OURS) for dtype in ("float32", "bfloat16")),
-    *(Peer("transformers", dtype, "lookup", OURS, ("10",)) for dtype in ("float32", "bfloat16")),
     *(Peer("vllm", dtype, "plain", THEIRS, env=VLLM_ENV) for dtype in ("float32", "bfloat16")),
     *(Peer("vllm", dtype, "ngram", THEIRS, (NGRAM,), VLLM_ENV) for dtype in ("float32", "bfloat16")),
     Peer("llama_cpp", "Q4_1", "plain", THEIRS),
@@ -175,56 +155,3 @@ def tokenize(prompts: Sequence[dict[str, str]]) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(export("float32"))
     turns = [[{"role": "user", "content": prompt["prompt"]}] for prompt in prompts]
     return [tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"] for turn in turns]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", nargs="*", default=[], help="peers whose name holds one of these words")
-    parser.add_argument("--prompts", type=Path, help='a .jsonl of {"kind": .., "prompt": ..}')
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="where to write every measurement")
-    arguments = parser.parse_args()
-
-    prompts: Sequence[dict[str, str]] = PROMPTS
-    if arguments.prompts:
-        prompts = [json.loads(line) for line in arguments.prompts.read_text().split("\n") if line.strip()]
-    token_ids = tokenize(prompts)
-    rates: dict[tuple[str, str], list[float]] = defaultdict(list)
-    rows = []
-    with ExitStack() as stack:
-        workers = []
-        for peer in PEERS:
-            if arguments.only and not any(word in peer.name for word in arguments.only):
-                continue
-            if reason := peer.unavailable():
-                print(f"{peer.name}: {reason}", file=sys.stderr)
-                continue
-            try:
-                worker = stack.enter_context(Worker(peer))
-                worker.measure(token_ids[0], 32)  # warm-up
-            except PeerError as error:
-                print(error, file=sys.stderr)
-                continue
-            workers.append(worker)
-            print(f"{peer.name}: loaded, {worker.version}", file=sys.stderr)
-        for number in range(arguments.rounds):
-            for prompt, ids in zip(prompts, token_ids, strict=True):
-                for worker in workers:
-                    measured = worker.measure(ids, arguments.max_new_tokens)
-                    rates[worker.peer.name, prompt["kind"]].append(measured.tokens_per_s)
-                    rows.append({"peer": worker.peer.name, "round": number, **prompt, **asdict(measured)})
-    if arguments.json:
-        arguments.json.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
-
-    kinds = list(dict.fromkeys(prompt["kind"] for prompt in prompts))
-    print(f"tokens a second, median (best), {arguments.max_new_tokens} tokens")
-    print(f"{'':28}" + "".join(f"{kind:>18}" for kind in kinds))
-    for worker in workers:
-        cells = [rates[worker.peer.name, kind] for kind in kinds]
-        print(f"{worker.peer.name:28}" + "".join(f"{median(cell):9.1f} ({max(cell):6.1f})" for cell in cells))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-THREADS = int(os.environ["OMP_NUM_THREADS"])
+THREADS = int(os.environ.get("OMP_NUM_THREADS", "2"))
 
 Emit = Callable[[list[int]], None]
 """Takes the new tokens in the groups in which the engine hands them out, as soon as it does."""

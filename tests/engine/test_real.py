@@ -67,6 +67,15 @@ def test_stream_gives_the_same_text_in_pieces(smollm2_bf16):
     assert chunks[-1].stats.new_tokens == 40
 
 
+def test_streams_that_are_open_together_keep_their_texts_apart(smollm2_bf16):
+    alone = [smollm2_bf16.generate(prompt, params(12)).token_ids for prompt in PROMPTS[:2]]
+    first, second = (smollm2_bf16.stream(prompt, params(12)) for prompt in PROMPTS[:2])
+    begun = next(first).token_ids + next(first).token_ids
+    together = [token for chunk in second for token in chunk.token_ids]
+    begun += [token for chunk in first for token in chunk.token_ids]
+    assert [begun, together] == alone
+
+
 def test_an_abandoned_stream_leaves_no_request_behind(smollm2_bf16):
     stream = smollm2_bf16.stream(PROMPTS[0], params(40))
     next(stream)

@@ -127,7 +127,10 @@ class Engine:
         speculate: bool = True,
         draft_tokens: int | None = None,
     ) -> Iterator[Chunk]:
-        """The same completion in pieces, as its cycles bring them; the last piece has the reason and the stats."""
+        """The same completion in pieces, as its cycles bring them; the last piece has the reason and the stats.
+
+        Several streams may be open at once: they run as a batch, each as far as the most eager reader asks.
+        """
         request = self._request(prompt, params or SamplingParams(), raw, speculate, draft_tokens)
         for _, chunk in self._run([request]):
             yield chunk
@@ -181,8 +184,16 @@ class Engine:
             self._calibrate()
         self._scheduler.waiting.extend(requests)
         try:
-            while self._scheduler.waiting or self._scheduler.running:
-                yield from self._scheduler.step()
+            unfinished = list(requests)
+            while unfinished:
+                ready = [request for request in unfinished if request.chunks]
+                if not ready:
+                    self._scheduler.step()  # moves the requests of other open streams on too
+                for request in ready:
+                    chunk = request.chunks.popleft()
+                    if chunk.finish_reason is not None:
+                        unfinished.remove(request)
+                    yield request, chunk
         finally:  # an interrupted or abandoned stream must not leave its request in a slot
             for request in requests:
                 self._scheduler.cancel(request)

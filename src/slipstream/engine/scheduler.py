@@ -38,6 +38,8 @@ class Running:
     stats: Stats = field(default_factory=Stats)
     slot: int = -1
     began_s: float = 0.0
+    chunks: deque[Chunk] = field(default_factory=deque)
+    """What came of it and was not fetched yet; the one with a finish reason is the last."""
 
 
 class Scheduler:
@@ -51,11 +53,11 @@ class Scheduler:
         self._slots: dict[tuple[int, ...], Tensor] = {}
 
     @torch.inference_mode()
-    def step(self) -> list[tuple[Running, Chunk]]:
-        """Admits what fits, runs one cycle, and returns what came of it by request."""
+    def step(self) -> None:
+        """Admits what fits and runs one cycle; what came of it is in the requests' chunks."""
         self._admit()
         if not self.running:
-            return []
+            return
         # A cycle has one shape: plain requests and speculative ones take turns when both are present.
         with span("host"):
             first = self.running[0]
@@ -63,7 +65,7 @@ class Scheduler:
                 each for each in self.running if each.drafter is first.drafter and each.size == first.size
             ]
             self.running = [each for each in self.running if each not in group] + group
-            return self._cycle(group)
+            self._cycle(group)
 
     def cancel(self, request: Running) -> None:
         """Forgets a request, whether it waits or runs."""
@@ -87,7 +89,7 @@ class Scheduler:
             request.stats.prompt_tokens = len(request.prompt)
             request.stats.prefill_s = request.began_s - start
 
-    def _cycle(self, group: list[Running]) -> list[tuple[Running, Chunk]]:
+    def _cycle(self, group: list[Running]) -> None:
         start = perf_counter()
         drafter = group[0].drafter
         slots = self._batch([each.slot for each in group])
@@ -100,13 +102,11 @@ class Scheduler:
         accepted, tokens = path.accepted.tolist(), path.tokens.tolist()
         if self.controller is not None and drafter is not None:
             self.controller.costs.observe(len(slots), size, (perf_counter() - start) * 1e6)
-        events = []
         for index, request in enumerate(group):
             committed = tokens[index][: accepted[index] + 1]
             self._learn(request, outlooks[index], size, accepted[index], committed, shadows.get(request.slot))
             drafted = size if outlooks[index] else 0
-            events.append((request, self._push(request, committed, drafted, accepted[index])))
-        return events
+            request.chunks.append(self._push(request, committed, drafted, accepted[index]))
 
     def _batch(self, slots: list[int]) -> Tensor:
         """The slots as a tensor, padded to a bucket."""

@@ -24,6 +24,11 @@ class Target(Protocol):
         """Per layer, the KV tensors of one row."""
         ...
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a forward of one row reads; norms and the embedding's one row are left aside."""
+        ...
+
     def forward(self, rows: Rows, kv: KVCache) -> Tensor:
         """Writes the rows' KV and returns their final hidden states [B, T, H], after the last norm."""
         ...

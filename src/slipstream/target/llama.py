@@ -66,6 +66,13 @@ class Llama:
         heads = (self.shape.kv_heads, self.shape.head_dim)
         return [(KVTensor("k", heads), KVTensor("v", heads))] * self.shape.layers
 
+    @property
+    def weight_bytes(self) -> int:
+        packed = [
+            part for layer in self._layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        ]
+        return sum(weight.nbytes for weight in (*packed, self._head))
+
     def forward(self, rows: Rows, kv: KVCache) -> Tensor:
         with span("embed"):
             residual = self._embedding[rows.tokens]
