@@ -28,7 +28,7 @@ def diagnose(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON and nothing else.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; default: all cores.")] = None,
 ) -> None:
-    """Measure plain and speculative decoding in turn and write a report."""
+    """Measure whether speculation pays, and write a report."""
     from slipstream.cli.console import print_diagnosis, progress_bar, say
     from slipstream.engine.request import SamplingParams
     from slipstream.lab.prompts import load_prompts
