@@ -34,9 +34,7 @@ def test_command(command: str, tmp_path: Path) -> None:
     (tmp_path / "my-prompts.jsonl").write_text('{"kind": "edit", "prompt": "Repeat this: a b c d a b c d"}\n')
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path}
-    done = subprocess.run(
-        shlex.split(command), cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run(shlex.split(command), cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
