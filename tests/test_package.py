@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.target.tiny import write_llama
 
 import slipstream
+from tests.target.tiny import write_llama
 
 MODULES = [module.name for module in pkgutil.walk_packages(slipstream.__path__, "slipstream.")]
 

@@ -41,7 +41,7 @@ def test_command(command: str, tmp_path: Path) -> None:
 
 def test_make_targets_and_links_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"`make ([\w-]+)`", README) + ["demo"]:
+    for target in [*re.findall(r"`make ([\w-]+)`", README), "demo"]:
         assert f"\n{target}:" in makefile, target
     for link in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / link).exists(), link
