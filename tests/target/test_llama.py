@@ -19,6 +19,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+}
 VARIANTS = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -28,6 +36,8 @@ VARIANTS = {
     "own head_dim": {"head_dim": 32},
     "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}},
     "llama3 rope": {"rope_parameters": LLAMA3},
+    "yarn rope": {"rope_parameters": YARN},
+    "yarn rope, bounds not rounded": {"rope_parameters": YARN | {"truncate": False, "attention_factor": 1.3}},
 }
 
 

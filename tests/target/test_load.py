@@ -68,7 +68,7 @@ def test_a_folder_without_config(tmp_path):
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"sliding_window": 4096}, "sliding_window"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"num_key_value_heads": 3}, "3 KV heads"),
     ],
 )

@@ -14,7 +14,8 @@ A weight is packed once into the layout its kernel reads, in one of four formats
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -66,6 +67,8 @@ class PackedWeight:
     minimum: Tensor | None
     bias: Tensor | None
     is_native: bool
+    groups: int = 1
+    """How many weights [N, K] of one shape lie behind each other: `linear_heads` and the experts use them."""
 
     @property
     def nbytes(self) -> int:
@@ -113,6 +116,43 @@ def pack(weight: Tensor | QuantisedWeight, format: Format, bias: Tensor | None =
         packed = ext.pack(data, scale, minimum, format)
         return PackedWeight(format, n, k, packed, None, None, bias, True)
     return PackedWeight(format, n, k, data, scale, minimum, bias, False)
+
+
+def pack_many(weights: Iterable[Tensor | QuantisedWeight], format: Format) -> PackedWeight:
+    """Packs G weights [N, K] of one shape, without biases, one behind the other; fetched one by one from `weights`."""
+    parts = [pack(weight, format) for weight in weights]
+    first = parts[0]
+    data = torch.cat([part.data for part in parts])
+    scales = [part.scale for part in parts if part.scale is not None]
+    minima = [part.minimum for part in parts if part.minimum is not None]
+    return replace(
+        first,
+        data=data,
+        scale=torch.cat(scales) if scales else None,
+        minimum=torch.cat(minima) if minima else None,
+        groups=len(parts),
+    )
+
+
+def group_of(weight: PackedWeight, group: int) -> PackedWeight:
+    """One of several weights, as a view."""
+    return replace(
+        weight,
+        data=weight.data.chunk(weight.groups)[group],
+        scale=None if weight.scale is None else weight.scale.chunk(weight.groups)[group],
+        minimum=None if weight.minimum is None else weight.minimum.chunk(weight.groups)[group],
+        groups=1,
+    )
+
+
+def linear_heads(x: Tensor, weight: PackedWeight) -> Tensor:
+    """x [..., G, K], each of its G heads times the weight of its own: [..., G, N] in x's dtype."""
+    return linear_heads_reference(x, weight)
+
+
+def linear_heads_reference(x: Tensor, weight: PackedWeight) -> Tensor:
+    heads = [linear(x[..., g, :], group_of(weight, g)) for g in range(weight.groups)]
+    return torch.stack(heads, dim=-2)
 
 
 def linear(x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -43,11 +43,12 @@ def rope_kv_write_reference(
     heads = qkv.view(b, t, -1, dim)
     q, k, v = heads.split([heads.shape[2] - 2 * kv_heads, kv_heads, kv_heads], dim=2)
     c, s = cos[positions][:, :, None], sin[positions][:, :, None]
-    k_cache[kv_rows] = _rotate(k, c, s)
+    k_cache[kv_rows] = rotate(k, c, s)
     v_cache[kv_rows] = v
-    return _rotate(q, c, s)
+    return rotate(q, c, s)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., D] by angles whose cos and sin broadcast to [..., D / 2]."""
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)

@@ -148,8 +148,10 @@ def rotary_tables(rope: Rope, dim: int, positions: int, device: str) -> tuple[Te
         inverse = inverse / rope.factor
     elif rope.scaling == "llama3":
         inverse = _llama3_frequencies(inverse, rope)
+    elif rope.scaling == "yarn":
+        inverse = _yarn_frequencies(inverse, rope, dim)
     angles = torch.outer(torch.arange(positions, device=device).float(), inverse)
-    return angles.cos(), angles.sin()
+    return angles.cos() * rope.table_scale, angles.sin() * rope.table_scale
 
 
 def _llama3_frequencies(inverse: Tensor, rope: Rope) -> Tensor:
@@ -158,6 +160,23 @@ def _llama3_frequencies(inverse: Tensor, rope: Rope) -> Tensor:
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0, 1)
     return blend * inverse + (1 - blend) * inverse / rope.factor
+
+
+def _yarn_frequencies(inverse: Tensor, rope: Rope, dim: int) -> Tensor:
+    """Blended between kept and stretched over the dimensions that make beta_fast .. beta_slow turns (YaRN, 3.2)."""
+
+    def dimension(turns: float) -> float:
+        return (
+            dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        )
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low if high != low else 0.001
+    stretched = ((torch.arange(dim // 2, device=inverse.device).float() - low) / width).clamp(0, 1)
+    return inverse / rope.factor * stretched + inverse * (1 - stretched)
 
 
 def _layer(shape: ModelShape, fetch: Fetch, dtype: torch.dtype, format: Format, device: str) -> Layer:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slipstream.errors import ModelError
+from slipstream.kernels.experts import Routing
 
-RopeScaling = Literal["default", "linear", "llama3"]
+RopeScaling = Literal["default", "linear", "llama3", "yarn"]
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,48 @@ class Rope:
     theta: float
     scaling: RopeScaling = "default"
     factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    low_freq_factor: float = 1.0
+    """llama3"""
+    high_freq_factor: float = 4.0
+    """llama3"""
+    beta_fast: float = 32.0
+    """yarn: turns within the original context from which on a frequency is kept."""
+    beta_slow: float = 1.0
+    """yarn: turns up to which it is stretched by the whole factor."""
+    truncate: bool = True
+    """yarn: the bounds between which frequencies are blended are whole dimensions."""
+    table_scale: float = 1.0
+    """yarn: multiplies cos and sin (`attention_factor`)."""
+    interleaved: bool = False
+    """The checkpoint's rotated pairs are (0, 1), (2, 3) ... instead of the two halves of a head."""
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (arXiv 2405.04434): what its projections are called in DeepSeek's configs."""
+
+    q_rank: int | None
+    """q_lora_rank; None projects q directly."""
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in some layers."""
+
+    count: int
+    intermediate_size: int
+    routing: Routing
+    layers: tuple[int, ...]
+    """The layers that have experts; the others are dense."""
+    shared_intermediate_size: int = 0
+    """Of all shared experts together; they are one dense MLP beside the experts."""
+    has_bias: bool = False
+    """The router chooses by score plus a bias of its own (`e_score_correction_bias`)."""
 
 
 @dataclass(frozen=True)
@@ -39,55 +79,79 @@ class Collective:
 class ModelShape:
     """The dimensions of a decoder-only model."""
 
-    family: str
+    family: Literal["llama", "qwen3", "deepseek_v3"]
     vocab_size: int
     hidden_size: int
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
+    """Of q and k; with latent attention its parts without and with rotation together."""
     intermediate_size: int
+    """Of the dense layers' MLP."""
     rms_norm_eps: float
     rope: Rope
     max_positions: int
     tie_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    """q and k are normed head by head before they are rotated."""
+    latent: Latent | None = None
+    experts: Experts | None = None
+    attention_scale: float = 0.0
+    """What scores are multiplied by; 0 stands for head_dim ** -0.5."""
     eos_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.attention_scale:
+            object.__setattr__(self, "attention_scale", self.head_dim**-0.5)
 
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> ModelShape:
         """From a Hugging Face `config.json`. Raises ModelError naming whatever it asks for that is not supported."""
-        architecture = next(iter(config.get("architectures") or ["none named"]))
-        reader = _ARCHITECTURES.get(architecture)
-        if reader is None:
-            raise ModelError(
-                f"architecture {architecture} is not supported; supported are {', '.join(_ARCHITECTURES)}"
-            )
-        try:
-            return reader(config)
-        except KeyError as error:
-            raise ModelError(f"the model's config has no {error.args[0]}") from None
+        from slipstream.target.config import read_config
+
+        return read_config(config).shape
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer's MLP is a mixture of experts."""
+        return self.experts is not None and layer in self.experts.layers
 
     @property
     def parameters(self) -> int:
-        """Weights held, a tied embedding counted once."""
+        """Weights held, a tied embedding counted once; norms and biases of the router included, other biases not."""
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return tables + self.layers * self._layer_weights() + self.hidden_size * (2 * self.layers + 1)
+        layers = sum(self._attention_weights() + self._mlp_weights(layer) for layer in range(self.layers))
+        return tables + layers + self._norm_weights()
 
     def flops(self, rows: int, context: int) -> int:
         """Floating-point operations of one pass over `rows` rows that each see `context` keys."""
-        products = self.layers * self._layer_weights() + self.vocab_size * self.hidden_size
-        return 2 * rows * (products + 2 * self.layers * context * self.heads * self.head_dim)
+        products = self.vocab_size * self.hidden_size + self.layers * self._attention_weights()
+        products += sum(self._mlp_weights(layer, experts=self._per_token()) for layer in range(self.layers))
+        return 2 * rows * (products + self.layers * context * self._attention_products())
 
     def weight_bytes(self, rows: int, bytes_per_weight: float) -> float:
-        """Bytes of weights read by one pass; dense models read them all, however many rows there are."""
-        read = self.layers * self._layer_weights() + self.vocab_size * self.hidden_size
-        return bytes_per_weight * read if rows else 0.0
+        """Bytes of weights read by one pass: of experts, those that `rows` rows are expected to reach."""
+        if not rows:
+            return 0.0
+        read = float(self.vocab_size * self.hidden_size + self.layers * self._attention_weights())
+        read += sum(self._mlp_weights(layer, self.distinct_experts(rows)) for layer in range(self.layers))
+        return bytes_per_weight * read
+
+    def distinct_experts(self, rows: int) -> float:
+        """The expected number of experts that `rows` rows reach, each choosing at random: E (1 - (1 - k / E)^rows)."""
+        if self.experts is None:
+            return 0.0
+        count, chosen = self.experts.count, self.experts.routing.per_token
+        return count * (1 - (1 - chosen / count) ** rows)
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes of KV that one token holds in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_value
+        values = (
+            self.latent.kv_rank + self.latent.rope_dim if self.latent else 2 * self.kv_heads * self.head_dim
+        )
+        return self.layers * values * bytes_per_value
 
     def collectives(self, rows: int, tp: int, bytes_per_value: int) -> list[Collective]:
         """The collectives of one pass over `rows` rows on `tp` ranks, in order."""
@@ -101,69 +165,43 @@ class ModelShape:
         logits = rows * -(-self.vocab_size // tp) * 4
         return [*found, Collective("all_gather", logits, None, "logits")]
 
-    def _layer_weights(self) -> int:
-        attention = self.hidden_size * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + 3 * self.hidden_size * self.intermediate_size
+    def _per_token(self) -> int:
+        return self.experts.routing.per_token if self.experts else 0
 
+    def _attention_weights(self) -> int:
+        if self.latent is None:
+            return self.hidden_size * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        part = self.latent
+        q_out = self.heads * self.head_dim
+        q = self.hidden_size * q_out if part.q_rank is None else part.q_rank * (self.hidden_size + q_out)
+        kv = self.hidden_size * (part.kv_rank + part.rope_dim)
+        kv += part.kv_rank * self.heads * (part.nope_dim + part.value_dim)
+        return q + kv + self.heads * part.value_dim * self.hidden_size
 
-def _llama(config: Mapping[str, Any]) -> ModelShape:
-    refuse(config, "quantization_config", None)
-    refuse(config, "sliding_window", None)
-    refuse(config, "hidden_act", "silu")
-    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-    eos = config.get("eos_token_id")
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    if heads % kv_heads:
-        raise ModelError(f"{heads} heads cannot share {kv_heads} KV heads evenly")
-    return ModelShape(
-        family="llama",
-        vocab_size=int(config["vocab_size"]),
-        hidden_size=hidden,
-        layers=int(config["num_hidden_layers"]),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=int(config.get("head_dim") or hidden // heads),
-        intermediate_size=int(config["intermediate_size"]),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=_rope(config),
-        max_positions=int(config.get("max_position_embeddings", 2048)),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
-        eos_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
-    )
+    def _mlp_weights(self, layer: int, experts: float | None = None) -> int:
+        """Of one layer, with so many of its experts (default: all)."""
+        if self.experts is None or layer not in self.experts.layers:
+            return 3 * self.hidden_size * self.intermediate_size
+        reached = self.experts.count if experts is None else experts
+        routed = reached * self.experts.intermediate_size + self.experts.shared_intermediate_size
+        return round(3 * self.hidden_size * routed) + self.hidden_size * self.experts.count
 
+    def _attention_products(self) -> int:
+        """Multiply-adds of one row with one key, scores and values; latent attention in its absorbed form."""
+        if self.latent is None:
+            return 2 * self.heads * self.head_dim
+        return self.heads * (2 * self.latent.kv_rank + self.latent.rope_dim)
 
-def _rope(config: Mapping[str, Any]) -> Rope:
-    """Its parameters as transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`) write them."""
-    found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    theta = float(found.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = found.get("rope_type") or found.get("type") or "default"
-    if float(found.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise ModelError("a rotary embedding of only part of each head is not supported")
-    if kind == "default":
-        return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, "linear", float(found["factor"]))
-    if kind == "llama3":
-        return Rope(
-            theta,
-            "llama3",
-            float(found["factor"]),
-            float(found["low_freq_factor"]),
-            float(found["high_freq_factor"]),
-            int(found["original_max_position_embeddings"]),
+    def _norm_weights(self) -> int:
+        per_layer = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        if self.latent:
+            per_layer += self.latent.kv_rank + (self.latent.q_rank or 0)
+        biases = (
+            self.experts.count * len(self.experts.layers) if self.experts and self.experts.has_bias else 0
         )
-    raise ModelError(f"rope scaling {kind!r} is not supported; supported are default, linear, llama3")
+        return self.layers * per_layer + self.hidden_size + biases
 
 
-def refuse(config: Mapping[str, Any], key: str, supported: object) -> None:
-    """Raises ModelError if the config sets `key` to anything but the supported value."""
-    if config.get(key, supported) != supported:
-        wanted = "" if supported is None else f"; supported is {supported!r}"
-        value = config[key]
-        shown = value.get("quant_method", value) if isinstance(value, dict) else value
-        raise ModelError(f"the model asks for {key} {shown!r}, which is not supported{wanted}")
-
-
-_ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], ModelShape]] = {"LlamaForCausalLM": _llama}
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """By how much YaRN (arXiv 2309.00071, equation 22) sharpens attention for a context stretched by `factor`."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
