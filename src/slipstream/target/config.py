@@ -238,11 +238,11 @@ def _rope(config: Config) -> Rope:
 
 
 def _yarn(theta: float, found: Config, config: Config) -> Rope:
-    factor, given = float(found["factor"]), found.get("attention_factor")
+    factor = float(found["factor"])
     mscale, mscale_all = float(found.get("mscale") or 0), float(found.get("mscale_all_dim") or 0)
     table_scale = yarn_scale(factor)
-    if given is not None:
-        table_scale = float(given)
+    if found.get("attention_factor") is not None:
+        table_scale = float(found["attention_factor"])
     elif mscale and mscale_all:
         table_scale = yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all)
     original = found.get("original_max_position_embeddings") or config["max_position_embeddings"]
