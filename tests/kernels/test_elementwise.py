@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream.kernels.activation import swiglu, swiglu_reference
-from slipstream.kernels.norm import add_rms_norm_, rms_norm, rms_norm_reference
+from slipstream.kernels.norm import (
+    add_rms_norm_,
+    rms_norm,
+    rms_norm_heads_,
+    rms_norm_heads_reference_,
+    rms_norm_reference,
+)
 from slipstream.kernels.rope import rope_kv_write, rope_kv_write_reference
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -50,6 +56,21 @@ def test_rms_norm(norm: Callable[..., Tensor], dtype: torch.dtype, width: int) -
         y = norm(x, weight, EPS)
         assert (y.dtype, y.shape) == (x.dtype, x.shape)
         close(y, exact_norm(x, weight))
+
+
+@DTYPES
+@pytest.mark.parametrize("dim", [8, 64, 128])
+@pytest.mark.parametrize("norm", [rms_norm_heads_, rms_norm_heads_reference_], ids=["native", "reference"])
+def test_rms_norm_heads(norm: Callable[..., None], dtype: torch.dtype, dim: int) -> None:
+    """Each q and k head as if it were a row of its own, bit for bit; v is left alone."""
+    heads, kv_heads = 5, 2
+    qkv = made(2, 3, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    q_norm, k_norm = made(dim, dtype=dtype, seed=1), made(dim, dtype=dtype, seed=2)
+    q, k, v = qkv.view(2, 3, -1, dim).split([heads, kv_heads, kv_heads], dim=2)
+    alone = rms_norm if norm is rms_norm_heads_ else rms_norm_reference
+    want = torch.cat([alone(q.contiguous(), q_norm, EPS), alone(k.contiguous(), k_norm, EPS), v], dim=2)
+    norm(qkv, q_norm, k_norm, kv_heads, EPS)
+    assert torch.equal(qkv.view_as(want), want)
 
 
 @DTYPES

@@ -214,7 +214,7 @@ def _checked(experts: Experts) -> Experts:
 
 def _rope(config: Config) -> Rope:
     """Its parameters as transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`) write them."""
-    found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    found: dict[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     theta = float(found.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = found.get("rope_type") or found.get("type") or "default"
     if float(found.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
@@ -241,8 +241,8 @@ def _yarn(theta: float, found: Config, config: Config) -> Rope:
     factor = float(found["factor"])
     mscale, mscale_all = float(found.get("mscale") or 0), float(found.get("mscale_all_dim") or 0)
     table_scale = yarn_scale(factor)
-    if found.get("attention_factor") is not None:
-        table_scale = float(found["attention_factor"])
+    if (given := found.get("attention_factor")) is not None:
+        table_scale = float(given)
     elif mscale and mscale_all:
         table_scale = yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all)
     original = found.get("original_max_position_embeddings") or config["max_position_embeddings"]

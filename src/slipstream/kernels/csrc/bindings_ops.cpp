@@ -93,6 +93,25 @@ Tensor add_rms_norm(const Tensor& x_any, const Tensor& residual, const Tensor& w
     return y;
 }
 
+void rms_norm_heads(const Tensor& qkv, const Tensor& q_norm, const Tensor& k_norm, int64_t kv_heads, double eps) {
+    check_cpu(qkv, "qkv");
+    check_in_place(qkv, "qkv");
+    check_in_place(q_norm, "q_norm");
+    check_same(k_norm, q_norm, "k_norm");
+    check_in_place(k_norm, "k_norm");
+    TORCH_CHECK(q_norm.dim() == 1 && q_norm.sizes() == k_norm.sizes() && q_norm.size(0) > 0, "norms must be [D]");
+    const int64_t dim = q_norm.size(0), heads = qkv.size(-1) / dim - 2 * kv_heads;
+    TORCH_CHECK(kv_heads > 0 && heads > 0 && qkv.size(-1) == (heads + 2 * kv_heads) * dim, "qkv does not hold ", kv_heads,
+                " KV heads of ", dim, ": ", qkv.sizes());
+    const int64_t rows = qkv.numel() / qkv.size(-1);
+    by_type(qkv, "qkv", [&](auto* t) {
+        by_type(q_norm, "q_norm", [&](auto* w) {
+            slipstream::rms_norm_heads(out(qkv, t), in(q_norm, w), in(k_norm, w), rows, {rows, heads, kv_heads, dim},
+                                       float(eps));
+        });
+    });
+}
+
 Tensor swiglu(const Tensor& gate_up_any) {
     check_cpu(gate_up_any, "gate_up");
     TORCH_CHECK(gate_up_any.dim() >= 1 && gate_up_any.size(-1) % 2 == 0 && gate_up_any.size(-1) > 0,
@@ -258,6 +277,7 @@ void register_ops(py::module_& m) {
     const auto without_gil = py::call_guard<py::gil_scoped_release>();
     m.def("rms_norm", &rms_norm, without_gil);
     m.def("add_rms_norm_", &add_rms_norm, without_gil);
+    m.def("rms_norm_heads_", &rms_norm_heads, without_gil);
     m.def("swiglu", &swiglu, without_gil);
     m.def("rope_kv_write", &rope_kv_write, without_gil);
     m.def("attention", &attention, without_gil);

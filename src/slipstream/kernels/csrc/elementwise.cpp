@@ -95,6 +95,18 @@ void add_rms_norm(const T* x, T* residual, const W* weight, T* y, int64_t rows, 
     });
 }
 
+template <class T, class W>
+void rms_norm_heads(T* qkv, const W* q_norm, const W* k_norm, int64_t rows, RopeShape shape, float eps) {
+    const int64_t dim = shape.dim, width = (shape.heads + 2 * shape.kv_heads) * dim;
+    over_rows(rows, width, [&](int64_t first, int64_t last) {
+        for (int64_t r = first; r < last; ++r)
+            for (int64_t h = 0; h < shape.heads + shape.kv_heads; ++h) {
+                T* head = qkv + r * width + h * dim;
+                norm_row(head, h < shape.heads ? q_norm : k_norm, head, dim, eps);
+            }
+    });
+}
+
 template <class T>
 void swiglu(const T* gate_up, T* y, int64_t rows, int64_t width) {
     over_rows(rows, width, [&](int64_t first, int64_t last) {
@@ -128,7 +140,8 @@ void rope_kv_write(const T* qkv, const float* cos, const float* sin, const int64
 
 #define NORMS(T, W)                                                                  \
     template void rms_norm(const T*, const W*, T*, int64_t, int64_t, float);          \
-    template void add_rms_norm(const T*, T*, const W*, T*, int64_t, int64_t, float);
+    template void add_rms_norm(const T*, T*, const W*, T*, int64_t, int64_t, float); \
+    template void rms_norm_heads(T*, const W*, const W*, int64_t, RopeShape, float);
 NORMS(float, float)
 NORMS(float, bf16)
 NORMS(bf16, float)

@@ -24,6 +24,9 @@ void swiglu(const T* gate_up, T* y, int64_t rows, int64_t width);
 struct RopeShape {
     int64_t rows, heads, kv_heads, dim;
 };
+// qkv [rows, (heads + 2 kv_heads) * dim]: q's and k's heads are normed in place.
+template <class T, class W>
+void rms_norm_heads(T* qkv, const W* q_norm, const W* k_norm, int64_t rows, RopeShape shape, float eps);
 template <class T>
 void rope_kv_write(const T* qkv, const float* cos, const float* sin, const int64_t* positions,
                    const int64_t* kv_rows, T* q, T* k_cache, T* v_cache, RopeShape shape);
