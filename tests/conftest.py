@@ -42,8 +42,8 @@ def reference_smollm2():
 
     from slipstream.kernels.linear import QuantisedWeight
     from slipstream.target.gguf_file import GGUFFile
-    from slipstream.target.llama import weight_names
     from slipstream.target.load import _packaged
+    from slipstream.target.weights import weight_names
 
     file = GGUFFile(_packaged())
     shape = file.shape

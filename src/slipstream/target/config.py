@@ -217,7 +217,7 @@ def _rope(config: Config) -> Rope:
     found: dict[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     theta = float(found.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = found.get("rope_type") or found.get("type") or "default"
-    if float(found.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
+    if float(found.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ModelError("a rotary embedding of only part of each head is not supported")
     if kind == "default":
         return Rope(theta)

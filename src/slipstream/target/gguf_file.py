@@ -10,8 +10,8 @@ import torch
 
 from slipstream.errors import ModelError
 from slipstream.kernels.linear import GROUP, QuantisedWeight
-from slipstream.target.llama import Weight
 from slipstream.target.shape import ModelShape
+from slipstream.target.weights import Weight, with_rows
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -60,10 +60,7 @@ class GGUFFile:
         rows = _rows_in_halves(int(tensor.shape[-1]), heads) if heads else None
         if kind.name in ("Q4_1", "Q8_0"):
             weight = _blocks(np.array(tensor.data), kind.name)
-            if rows is None:
-                return weight
-            minimum = None if weight.minimum is None else weight.minimum[rows]
-            return QuantisedWeight(weight.format, weight.q[rows], weight.scale[rows], minimum)
+            return weight if rows is None else with_rows(weight, rows)
         try:
             dense = torch.from_numpy(np.array(gguf.dequantize(tensor.data, kind), dtype=np.float32))
         except NotImplementedError:

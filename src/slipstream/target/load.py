@@ -12,12 +12,13 @@ import torch
 
 from slipstream.errors import ModelError
 from slipstream.kernels.linear import GROUP, Format
+from slipstream.target.decoder import Decoder
 from slipstream.target.family import Target
 from slipstream.target.gguf_file import GGUFFile
-from slipstream.target.llama import Llama, weight_names
 from slipstream.target.safetensors_files import SafetensorsFolder
 from slipstream.target.shape import ModelShape
 from slipstream.target.tokenizer import Tokenizer, from_folder, from_gguf
+from slipstream.target.weights import weight_names
 
 DEFAULT = "smollm2-135m"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -63,11 +64,12 @@ def load(
     _check(path, checkpoint.sizes(), weight_names(shape))
     if FORMATS[format] in ("q8_0", "q4_1"):
         _check_groups(shape, format)
-    target = Llama(shape, checkpoint.fetch, chosen, FORMATS[format], device, positions)
-    notes = []
+    target = Decoder(shape, checkpoint.fetch, chosen, FORMATS[format], device, positions)
+    notes: list[str] = []
     if isinstance(checkpoint, GGUFFile):
         tokenizer = from_gguf(checkpoint.fields, shape.eos_ids)
     else:
+        notes += checkpoint.notes
         tokenizer = from_folder(path, shape.eos_ids)
     if not tokenizer.has_chat_template:
         notes.append("the model has no chat template: prompts are given to it as they are")
@@ -173,7 +175,12 @@ def _and_more(names: list[str]) -> str:
 
 
 def _check_groups(shape: ModelShape, format: str) -> None:
-    inputs = (shape.hidden_size, shape.intermediate_size, shape.heads * shape.head_dim)
+    inputs = [shape.hidden_size, shape.intermediate_size, shape.heads * shape.head_dim]
+    if part := shape.latent:
+        inputs = [shape.hidden_size, shape.intermediate_size, shape.heads * part.value_dim]
+        inputs += [part.nope_dim, part.kv_rank, part.q_rank or GROUP]
+    if shape.experts:
+        inputs += [shape.experts.intermediate_size, shape.experts.shared_intermediate_size]
     if any(size % GROUP for size in inputs):
         raise ModelError(
             f"weights in {format} need layer inputs that are multiples of {GROUP}, here {inputs}"

@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.target.shape import ModelShape
+from slipstream.kernels.linear import GROUP
+from slipstream.target.config import read_config
+from slipstream.target.quantisation import fp8_to_float, unpack_int4
+from slipstream.target.weights import Weight
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of `of` equal pieces of a weight [N, K]: of its outputs (dim 0) or its inputs (dim 1)."""
+
+    dim: int
+    index: int
+    of: int
+
+    def range(self, size: tuple[int, ...], unit: int = 1) -> range:
+        """The elements of the dimension that belong to the piece; whole multiples of `unit`."""
+        count = size[self.dim]
+        if count % (self.of * unit):
+            raise ModelError(f"{count} weights cannot be split into {self.of} parts of whole {unit}s")
+        share = count // self.of
+        return range(self.index * share, (self.index + 1) * share)
 
 
 class SafetensorsFolder:
-    """An open checkpoint folder; tensors are read one by one. Raises ModelError naming file and tensor."""
+    """An open checkpoint folder; tensors are read one by one, or in parts. Raises ModelError naming file and tensor."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -24,24 +46,94 @@ class SafetensorsFolder:
             self.config["eos_token_id"] = _json(generation).get("eos_token_id") or self.config.get(
                 "eos_token_id"
             )
-        self.shape = ModelShape.from_config(self.config)
-        self._files: dict[str, Any] = {}
+        self._model = read_config(self.config)
+        self.shape, self.notes = self._model.shape, self._model.notes
+        self._files: dict[str, tuple[Any, str]] = {}
+        """By our name: the open file, and the name in it."""
         for path in self._paths():
             try:
                 opened = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{path} is not a whole safetensors file ({error}); copy it again") from None
             for name in opened.keys():  # noqa: SIM118 - not a mapping
-                self._files[name] = opened
+                if not name.startswith(self._model.ignored):
+                    self._files[self._without_prefix(name)] = (opened, name)
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor, by name."""
-        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+        """The shape of every weight, by name; a quantised one is named and sized as if it were not."""
+        sizes: dict[str, tuple[int, ...]] = {}
+        for name in self._files:
+            if name.endswith((".weight_packed", ".weight_shape", ".weight_scale", ".weight_scale_inv")):
+                if name.endswith(".weight_packed"):
+                    rows, words = self._slice(name).get_shape()
+                    sizes[name.removesuffix("_packed")] = (rows, words * 8)
+                continue
+            sizes[name] = tuple(self._slice(name).get_shape())
+        return sizes
 
-    def fetch(self, name: str) -> Tensor:
-        """A tensor, in the file's own dtype."""
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor
+    def fetch(self, name: str, part: Part | None = None) -> Weight:
+        """A tensor, in the file's own dtype where it is not quantised; with `part`, only that piece is read."""
+        if f"{name}_packed" in self._files:
+            return self._fetch_int4(name, part)
+        weight = self._read(name, part)
+        if f"{name}_scale_inv" in self._files:
+            return self._dequantised_fp8(name, weight, part)
+        if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ModelError(
+                f"{self.folder}: tensor {name} is {weight.dtype}, which the config does not explain"
+            )
+        return weight
+
+    def _dequantised_fp8(self, name: str, weight: Tensor, part: Part | None) -> Tensor:
+        quantisation = self._model.quantisation
+        if quantisation is None or quantisation.format != "fp8":
+            raise ModelError(
+                f"{self.folder}: tensor {name} has fp8 scales, but the config names no fp8 quantisation"
+            )
+        scale = self._read(f"{name}_scale_inv", None)
+        first = [0, 0]
+        if part:
+            first[part.dim] = part.range(tuple(self._slice(name).get_shape())).start
+        return fp8_to_float(weight, scale, quantisation.block, (first[0], first[1]))
+
+    def _fetch_int4(self, name: str, part: Part | None) -> Weight:
+        quantisation = self._model.quantisation
+        if quantisation is None or quantisation.format != "int4":
+            raise ModelError(
+                f"{self.folder}: tensor {name} is packed, but the config names no int4 quantisation"
+            )
+        if part and part.dim == 1:
+            part.range(self.sizes()[name], GROUP)  # a piece of a group would be left without its scale
+        return unpack_int4(self._read(f"{name}_packed", part), self._read(f"{name}_scale", part))
+
+    def _read(self, name: str, part: Part | None) -> Tensor:
+        if name not in self._files:
+            raise ModelError(f"{self.folder} lacks the tensor {name}")
+        opened, stored = self._files[name]
+        try:
+            if part is None:
+                tensor: Tensor = opened.get_tensor(stored)
+                return tensor
+            piece = opened.get_slice(stored)
+            own = part.range(tuple(piece.get_shape()))
+            selected: Tensor = (
+                piece[own.start : own.stop] if part.dim == 0 else piece[:, own.start : own.stop]
+            )
+            return selected
+        except SafetensorError as error:
+            raise ModelError(f"{self.folder}: tensor {name} cannot be read ({error})") from None
+
+    def _slice(self, name: str) -> Any:
+        opened, stored = self._files[name]
+        return opened.get_slice(stored)
+
+    def _without_prefix(self, name: str) -> str:
+        for prefix in self._model.prefixes:
+            if prefix and name.startswith(prefix):
+                rest = name.removeprefix(prefix)
+                # transformers keeps the inner model's layers right below its own name, without another "model."
+                return rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
+        return name
 
     def _paths(self) -> list[Path]:
         index = self.folder / "model.safetensors.index.json"

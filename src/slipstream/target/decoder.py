@@ -1,0 +1,98 @@
+"""The forward that all families share: residual layers of attention and MLP between an embedding and an output layer.
+
+Llama (arXiv 2302.13971, 2407.21783), Qwen3 (arXiv 2505.09388), DeepSeek-V3 (arXiv 2412.19437) and Kimi-K2 differ in
+their layers' attention (`target/attention.py`) and MLP (`target/mlp.py`), which the shape names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear import Format, linear, pack
+from slipstream.kernels.norm import add_rms_norm_, rms_norm
+from slipstream.spans import span
+from slipstream.target.attention import Attention, Rotary, make_attention
+from slipstream.target.family import KVCache
+from slipstream.target.mlp import Mlp, make_mlp
+from slipstream.target.rows import KVTensor, Rows
+from slipstream.target.shape import ModelShape
+from slipstream.target.weights import Fetch, Loader, dense
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One residual layer."""
+
+    attention_norm: Tensor
+    attention: Attention
+    mlp_norm: Tensor
+    mlp: Mlp
+
+
+class Decoder:
+    """A loaded model; implements `family.Target`."""
+
+    def __init__(
+        self, shape: ModelShape, fetch: Fetch, dtype: torch.dtype, format: Format, device: str, positions: int
+    ) -> None:
+        """Packs the weights that `fetch` gives, tensor by tensor.
+
+        dtype: of activations and KV. format: of the linear layers' weights; with `q4_1` the output layer is `q8_0`,
+        as quantised checkpoints keep it. positions: how far the rotary tables reach.
+        """
+        self.shape = shape
+        load = Loader(fetch, dtype, format, device)
+        embedding = load.weight("model.embed_tokens.weight")
+        self._embedding = dense(embedding).to(dtype)
+        head = embedding if shape.tie_embeddings else load.weight("lm_head.weight")
+        self._head = pack(head, "q8_0" if format == "q4_1" else format)
+        del embedding, head
+        rotary = Rotary(shape, positions, device)
+        self._layers = [
+            _layer(load.below(f"model.layers.{i}."), shape, rotary, i) for i in range(shape.layers)
+        ]
+        self._norm = load.norm("model.norm")
+
+    def kv_layout(self) -> list[tuple[KVTensor, ...]]:
+        return [layer.attention.layout for layer in self._layers]
+
+    @property
+    def weight_bytes(self) -> int:
+        layers = sum(layer.attention.weight_bytes + layer.mlp.weight_bytes for layer in self._layers)
+        return layers + self._head.nbytes
+
+    def forward(self, rows: Rows, kv: KVCache) -> Tensor:
+        with span("embed"):
+            residual = self._embedding[rows.tokens]
+        eps, hidden = self.shape.rms_norm_eps, None
+        for layer, cache in zip(self._layers, kv, strict=True):
+            with span("norm"):
+                if hidden is None:
+                    hidden = rms_norm(residual, layer.attention_norm, eps)
+                else:
+                    hidden = add_rms_norm_(hidden, residual, layer.attention_norm, eps)
+            with span("attention"):
+                hidden = layer.attention(hidden, rows, cache)
+            with span("norm"):
+                hidden = add_rms_norm_(hidden, residual, layer.mlp_norm, eps)
+            with span(layer.mlp.span):
+                hidden = layer.mlp(hidden)
+        assert hidden is not None
+        with span("norm"):
+            return add_rms_norm_(hidden, residual, self._norm, eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        with span("lm_head"):
+            return linear(hidden, self._head, torch.float32)
+
+
+def _layer(load: Loader, shape: ModelShape, rotary: Rotary, index: int) -> Layer:
+    return Layer(
+        attention_norm=load.norm("input_layernorm"),
+        attention=make_attention(load.below("self_attn."), shape, rotary),
+        mlp_norm=load.norm("post_attention_layernorm"),
+        mlp=make_mlp(load.below("mlp."), shape, index),
+    )
