@@ -9,7 +9,7 @@ import slipstream
 from slipstream.draft.tree import Tree
 from slipstream.engine.state import State
 from slipstream.errors import RequestError
-from tests.target.tiny import VOCABULARY, write_llama
+from tests.target.tiny import FAMILIES, VOCABULARY, write_model
 
 PROMPTS = [
     "Why is the sky blue?",
@@ -84,10 +84,10 @@ def test_an_abandoned_stream_leaves_no_request_behind(smollm2_bf16):
     assert smollm2_bf16.generate(PROMPTS[4], params(4)).stats.new_tokens == 4
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    write_llama(folder)
+@pytest.fixture(scope="module", params=FAMILIES)
+def tiny(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    write_model(folder, request.param)
     return folder
 
 
