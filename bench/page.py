@@ -57,7 +57,9 @@ def _claims(found: dict[str, Any]) -> Iterator[str]:
                 "yes" if got <= 1.25 else "**no**",
             )
         )
-    missing = [name for name in ("verify", "speculation", "transformers", "peers") if name not in found]
+    missing = [
+        name for name in ("verify", "speculation", "transformers", "models", "peers") if name not in found
+    ]
     yield from _table(("work", "against", "wanted, at least", "measured", "holds"), rows)
     if missing:
         yield ""
@@ -87,11 +89,58 @@ def _at_least(found: dict[str, Any]) -> Iterator[tuple[str, str, float, float]]:
     if "llama_cpp Q4_1 plain" in rates:
         got = _ratio(rates, "slipstream int4 plain", "llama_cpp Q4_1 plain")
         yield "plain decoding, the file's own 4-bit blocks", "llama.cpp, Q4_1, the same file", 1.0, got
+    if "models" in found:
+        for family, f in found["models"]["families"].items():
+            first, speed = f["first_token_ms"], f["tokens_per_s"]
+            got = speed["slipstream"] / speed["transformers"]
+            yield f"decode, random 100 M {family}, bfloat16", "transformers `generate`", 2.0, got
+            got = first["transformers"] / first["slipstream"]
+            yield (
+                f"prefill of 512 tokens, random 100 M {family}, bfloat16",
+                "transformers `generate`",
+                1.2,
+                got,
+            )
+        loading = found["models"]["loading"]
+        got = loading["load_gb_s"] / loading["read_gb_s"]
+        yield "loading 1 GB of safetensors, packed", "reading the file into memory", 0.5, got
     if "speculation" in found:
         for name, kinds in found["speculation"]["formats"].items():
             worst = min(kinds, key=lambda kind: kinds[kind]["ratio"])
             work = f"speculation with the controller, {name}; worst kind: {worst}"
             yield work, "its own plain decoding", 0.98, kinds[worst]["ratio"]
+
+
+def _models(found: dict[str, Any]) -> Iterator[str]:
+    if (section := found.get("models")) is None:
+        return
+    yield (
+        f"Random models of about 100 million weights, bfloat16, a prompt of {section['prompt']} tokens and "
+        f"{section['tokens']} new ones, medians. {_where(section)}"
+    )
+    yield ""
+    rows = []
+    for family, f in section["families"].items():
+        first, rates = f["first_token_ms"], f["tokens_per_s"]
+        rows.append(
+            (
+                f"{family}, {f['parameters'] / 1e6:.0f} M",
+                f"{first['slipstream']:.0f}",
+                f"{first['transformers']:.0f}",
+                f"{first['transformers'] / first['slipstream']:.2f} x",
+                f"{rates['slipstream']:.0f}",
+                f"{rates['transformers']:.0f}",
+                f"{rates['slipstream'] / rates['transformers']:.2f} x",
+            )
+        )
+    head = ("first token, ms", "transformers", "faster", "decode, tokens/s", "transformers", "faster")
+    yield from _table(("model", *head), rows)
+    loading = section["loading"]
+    yield ""
+    yield (
+        f"Loading {loading['bytes'] / 1e9:.2f} GB of safetensors from the page cache, packing included: "
+        f"{loading['load_gb_s']:.1f} GB/s; reading the same file into memory alone: {loading['read_gb_s']:.1f} GB/s."
+    )
 
 
 def _eight_rows(section: dict[str, Any], name: str) -> float:
@@ -193,5 +242,6 @@ _SECTIONS = (
     ("Against vLLM and llama.cpp", _peers),
     ("Speculation against plain decoding", _speculation),
     ("The verify step by rows", _verify),
+    ("Other families", _models),
     ("Spans", _spans),
 )

@@ -24,9 +24,11 @@ import torch
 import slipstream
 from bench.export_hf import export
 from bench.linear_bench import read_bandwidth
+from bench.models import measure_models
 from bench.page import write_page
 from bench.peer_workers.protocol import Emit, measure
 from bench.peers import PEERS, PeerError, Worker, tokenize
+from bench.theirs import Run, theirs
 from slipstream import spans
 from slipstream.engine.request import SamplingParams
 from slipstream.lab.prompts import KINDS, Prompt, load_prompts
@@ -39,8 +41,6 @@ FORMATS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8"
 """(dtype, weights) of what slipstream offers on a CPU."""
 ROWS = (1, 2, 4, 8, 16, 32)
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.json"
-
-Run = Callable[[Emit], object]
 
 
 def say(line: str) -> None:
@@ -74,32 +74,6 @@ def rate_of(run: Run) -> tuple[float, list[int]]:
     return (len(tokens) - answer["first_tokens"]) / answer["decode_s"], tokens
 
 
-class Arrivals:
-    """A streamer of transformers that passes each group of tokens on; `generate` shows it the prompt first."""
-
-    def __init__(self, emit: Emit) -> None:
-        self.emit, self.seen_prompt = emit, False
-
-    def put(self, tokens: torch.Tensor) -> None:
-        if self.seen_prompt:
-            self.emit(tokens.flatten().tolist())
-        self.seen_prompt = True
-
-    def end(self) -> None:
-        pass
-
-
-def theirs(model: Any, ids: list[int], **options: int) -> Run:
-    """A run of transformers' `generate`."""
-    prompt = torch.tensor([ids])
-    fixed = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": TOKENS, "do_sample": False}
-
-    def run(emit: Emit) -> None:
-        model.generate(prompt, **fixed, **options, streamer=Arrivals(emit))
-
-    return run
-
-
 def measure_transformers() -> dict[str, Any]:
     """Plain, and with prompt lookup, in one process and in turn, by dtype, engine and kind of prompt."""
     import transformers
@@ -114,14 +88,14 @@ def measure_transformers() -> dict[str, Any]:
         other.generation_config.eos_token_id = None
         rates: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         changed = {"slipstream": 0, "transformers": 0}
-        rate_of(theirs(other, token_ids[0]))  # warm-up
+        rate_of(theirs(other, token_ids[0], TOKENS))  # warm-up
         rate_of(ours(model, prompts[0].prompt, speculate=True))
         for prompt, ids in zip(prompts, token_ids, strict=True):
             assert ids == model.tokens_of(prompt.prompt)
             runs = {
-                "transformers": theirs(other, ids),
+                "transformers": theirs(other, ids, TOKENS),
                 "slipstream": ours(model, prompt.prompt, speculate=False),
-                "transformers lookup": theirs(other, ids, prompt_lookup_num_tokens=10),
+                "transformers lookup": theirs(other, ids, TOKENS, prompt_lookup_num_tokens=10),
                 "slipstream ngram": ours(model, prompt.prompt, speculate=True),
             }
             texts = {}
@@ -255,6 +229,7 @@ SECTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "spans": measure_spans,
     "speculation": measure_speculation,
     "transformers": measure_transformers,
+    "models": measure_models,
     "peers": measure_peers,
 }
 

@@ -162,7 +162,13 @@ def test_limits_are_named(tiny):
     assert engine.generate("A", params(1), raw=True).stats.prompt_tokens == 1
     with pytest.raises(RequestError, match="draft_tokens"):
         engine.generate("A", params(1), raw=True, draft_tokens=32)
-    assert VOCABULARY > 90
+    ids = engine.tokens_of("A B C", raw=True)
+    assert (
+        engine.generate(ids, params(9)).token_ids == engine.generate("A B C", params(9), raw=True).token_ids
+    )
+    for wrong in (VOCABULARY, -1):
+        with pytest.raises(RequestError, match=f"token {wrong};"):
+            engine.generate([*ids, wrong], params(3))
 
 
 def test_step_costs_and_description(tiny):

@@ -23,8 +23,8 @@ from slipstream.engine.state import State
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.target.load import LoadedModel, load
 
-Prompt = str | Sequence[Mapping[str, str]]
-"""A user's message, or a conversation as a list of {"role": ..., "content": ...}."""
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+"""A user's message, a conversation as a list of {"role": ..., "content": ...}, or token ids as they are."""
 DRAFTERS = ("ngram",)
 _MAX_ROWS = max(SIZES) + 1
 
@@ -139,7 +139,10 @@ class Engine:
         """The prompt's token ids as the model will see them."""
         tokenizer = self.model.tokenizer
         if not isinstance(prompt, str):
-            return tokenizer.encode_chat([dict(message) for message in prompt])
+            ids = [each for each in prompt if isinstance(each, int)]
+            if len(ids) == len(prompt):
+                return ids
+            return tokenizer.encode_chat([dict(each) for each in prompt if not isinstance(each, int)])
         if raw or not prompt:
             return tokenizer.encode(prompt)
         return tokenizer.encode_chat([{"role": "user", "content": prompt}])
@@ -205,10 +208,9 @@ class Engine:
         if not prompt or not tokens:
             raise RequestError("the prompt is empty")
         vocabulary = self.model.shape.vocab_size
-        if max(tokens) >= vocabulary:
-            raise RequestError(
-                f"the prompt holds token {max(tokens)}, the model's vocabulary ends at {vocabulary - 1}"
-            )
+        if max(tokens) >= vocabulary or min(tokens) < 0:
+            wrong = max(tokens) if max(tokens) >= vocabulary else min(tokens)
+            raise RequestError(f"the prompt holds token {wrong}; the model's go from 0 to {vocabulary - 1}")
         if len(tokens) + params.max_new_tokens > self.max_length:
             raise RequestError(
                 f"a prompt of {len(tokens)} tokens and {params.max_new_tokens} new ones do not fit into max_length"
