@@ -135,7 +135,7 @@ def _in_turn(
 
 
 def measure_loading(gigabytes: float = 1.0) -> dict[str, Any]:
-    """Loading a model of about a gigabyte from the page cache, beside reading its file into memory and doing no more."""
+    """Loading a model of about a gigabyte from the page cache, beside reading its file into memory alone."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = CACHE / "random-1g-llama"
