@@ -18,6 +18,7 @@ import slipstream
 from slipstream.cli import main
 from slipstream.cli.generate import UNSUPPORTED
 from slipstream.errors import ModelError
+from slipstream.target.named import names
 from tests.lab.fake import FakeEngine
 
 ROOT = Path(__file__).parents[2]
@@ -278,3 +279,30 @@ def test_broken_pipe_is_quiet() -> None:
     assert process.stderr is not None
     assert process.stderr.read() == b""
     assert process.wait(60) != 0
+
+
+@pytest.mark.parametrize("name", names())
+def test_shape_prints_a_table_of_every_name(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    status("shape", name, "--tp", "1")
+    out = capsys.readouterr().out
+    assert "parameters" in out
+    assert "weights read" in out
+
+
+def test_shape_counts_the_all_reduces_of_kimi(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("shape", "kimi-k2.5", "--tp", "8", "--rows", "8", "--json") == 0
+    found = json.loads(capsys.readouterr().out)["pass"]
+    assert found["layer_all_reduces"] == {"count": 122, "bytes_each": 114688}
+    assert [each["place"] for each in found["other_collectives"]] == ["embed", "logits"]
+
+
+def test_shape_lists_the_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("shape") == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in names())
+
+
+@pytest.mark.parametrize("argv", [["shape", "nothing"], ["shape", "qwen3-8b", "--tp", "3"]])
+def test_shape_refuses_in_one_line(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    assert status(*argv) == 1
+    one_error_line(capsys)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli import diagnose, generate
+from slipstream.cli import diagnose, generate, shape
 from slipstream.errors import SlipstreamError
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("diagnose")(diagnose.diagnose)
+app.command("shape")(shape.shape)
 app.command("generate", cls=generate.RefusesUnsupported)(generate.generate)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -50,14 +50,30 @@ def progress_bar() -> Iterator[lab.Progress]:
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
+def stdout() -> Console:
+    """The standard output; a file has no edge to wrap at."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=120)
+
+
+def print_numbers(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table of which all columns but the first hold numbers, under its title."""
+    console = stdout()
+    table = _table(console, "", *head)
+    table.title, table.show_header = None, any(head)
+    for row in rows:
+        table.add_row(*row)
+    console.print(title, style="bold", markup=False)
+    console.print(table)
+    console.print()
+
+
 def print_diagnosis(found: lab.Diagnosis) -> None:
     """The verdict, then the tables behind it."""
     from slipstream.lab.summary import summarise
     from slipstream.lab.verdict import verdict
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=120)  # a file has no edge to wrap at
+    console = stdout()
     summary = summarise(found)
     for table in (
         _speeds(console, summary),

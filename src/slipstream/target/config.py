@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.errors import ModelError
 from slipstream.kernels.experts import Routing
 from slipstream.target.quantisation import Quantisation, read_quantisation
-from slipstream.target.shape import Experts, Latent, ModelShape, Rope, yarn_scale
+from slipstream.target.shape import Experts, Latent, ModelShape, Rope, WeightBytes, yarn_scale
 
 Config = Mapping[str, Any]
 
@@ -26,6 +26,20 @@ class ModelConfig:
     ignored: tuple[str, ...] = ()
     """Beginnings of the names of weights that are left out on purpose."""
     notes: tuple[str, ...] = ()
+
+    def weight_bytes(self, plain: float = 2.0) -> WeightBytes:
+        """Bytes of a weight by place, as the checkpoint stores them; `plain` where it is not quantised."""
+        quantisation = self.quantisation
+        if quantisation is None:
+            return WeightBytes.uniform(plain)
+        at = "model.layers.0."
+        return WeightBytes(
+            attention=quantisation.bytes_per_weight(f"{at}self_attn.o_proj", plain),
+            mlp=quantisation.bytes_per_weight(f"{at}mlp.down_proj", plain),
+            experts=quantisation.bytes_per_weight(f"{at}mlp.experts.0.down_proj", plain),
+            shared_experts=quantisation.bytes_per_weight(f"{at}mlp.shared_experts.down_proj", plain),
+            head=quantisation.bytes_per_weight("lm_head", plain),
+        )
 
 
 def read_config(config: Config) -> ModelConfig:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,6 +29,16 @@ class Quantisation:
     format: Literal["fp8", "int4"]
     block: tuple[int, int] = (1, GROUP)
     """Outputs and inputs that share one scale."""
+    ignored: tuple[str, ...] = ("lm_head",)
+    """Layers that are not quantised: names, or `re:` and a regular expression (compressed-tensors' notation)."""
+
+    def bytes_per_weight(self, layer: str, plain: float) -> float:
+        """Stored bytes of a weight of this linear layer, its share of the scale included; `plain` if not quantised."""
+        for pattern in self.ignored:
+            is_regex = pattern.startswith("re:")
+            if re.match(pattern[3:], layer) if is_regex else layer == pattern:
+                return plain
+        return 0.5 + 2 / GROUP if self.format == "int4" else 1 + 4 / (self.block[0] * self.block[1])
 
 
 def read_quantisation(config: Mapping[str, Any] | None) -> Quantisation | None:
@@ -41,7 +52,8 @@ def read_quantisation(config: Mapping[str, Any] | None) -> Quantisation | None:
             raise ModelError(
                 "the model's fp8 weights are not e4m3 with block scales, which alone is supported"
             )
-        return Quantisation("fp8", (int(block[0]), int(block[1])))
+        ignored = ("lm_head", *(config.get("modules_to_not_convert") or ()))
+        return Quantisation("fp8", (int(block[0]), int(block[1])), ignored)
     if method == "compressed-tensors":
         return _compressed(config)
     raise ModelError(
@@ -71,7 +83,7 @@ def _compressed(config: Mapping[str, Any]) -> Quantisation:
             raise ModelError(f"compressed-tensors with {key.replace('_', ' ')} is not supported")
     if weights.get("actorder"):
         raise ModelError("compressed-tensors with reordered groups (actorder) is not supported")
-    return Quantisation("int4")
+    return Quantisation("int4", ignored=tuple(str(name) for name in config.get("ignore") or ()))
 
 
 def fp8_to_float(

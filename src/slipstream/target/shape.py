@@ -64,6 +64,24 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class WeightBytes:
+    """Bytes that one weight takes where it is stored, scales included, by where it is."""
+
+    attention: float
+    mlp: float
+    """Of dense MLPs."""
+    experts: float
+    shared_experts: float
+    head: float
+    """Of the embedding and the output layer."""
+
+    @staticmethod
+    def uniform(bytes_per_weight: float) -> WeightBytes:
+        """The same everywhere."""
+        return WeightBytes(*[bytes_per_weight] * 5)
+
+
+@dataclass(frozen=True)
 class Collective:
     """One collective of a tensor-parallel pass."""
 
@@ -131,13 +149,24 @@ class ModelShape:
         products += sum(self._mlp_weights(layer, experts=self._per_token()) for layer in range(self.layers))
         return 2 * rows * (products + self.layers * context * self._attention_products())
 
-    def weight_bytes(self, rows: int, bytes_per_weight: float) -> float:
+    def weight_bytes(self, rows: int, stored: WeightBytes | float) -> float:
         """Bytes of weights read by one pass: of experts, those that `rows` rows are expected to reach."""
         if not rows:
             return 0.0
-        read = float(self.vocab_size * self.hidden_size + self.layers * self._attention_weights())
-        read += sum(self._mlp_weights(layer, self.distinct_experts(rows)) for layer in range(self.layers))
-        return bytes_per_weight * read
+        return self._bytes(stored, self.distinct_experts(rows)) + self.vocab_size * self.hidden_size * (
+            stored.head if isinstance(stored, WeightBytes) else stored
+        )
+
+    def held_bytes(self, stored: WeightBytes | float) -> float:
+        """Bytes of all weights; norms and biases, which are few, left aside."""
+        head = stored.head if isinstance(stored, WeightBytes) else stored
+        tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return self._bytes(stored, self.experts.count if self.experts else 0) + tables * head
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one row is multiplied by, the output layer included and the embedding's table not."""
+        return self.flops(1, 0) // 2
 
     def distinct_experts(self, rows: int) -> float:
         """The expected number of experts that `rows` rows reach, each choosing at random: E (1 - (1 - k / E)^rows)."""
@@ -185,6 +214,18 @@ class ModelShape:
         reached = self.experts.count if experts is None else experts
         routed = reached * self.experts.intermediate_size + self.experts.shared_intermediate_size
         return round(3 * self.hidden_size * routed) + self.hidden_size * self.experts.count
+
+    def _bytes(self, stored: WeightBytes | float, reached: float) -> float:
+        """Bytes of the layers with so many experts each."""
+        by = stored if isinstance(stored, WeightBytes) else WeightBytes.uniform(stored)
+        total = by.attention * self.layers * self._attention_weights()
+        sparse = len(self.experts.layers) if self.experts else 0
+        total += by.mlp * 3 * self.hidden_size * self.intermediate_size * (self.layers - sparse)
+        if self.experts is not None:
+            each = by.experts * 3 * self.hidden_size * self.experts.intermediate_size * reached
+            each += by.shared_experts * 3 * self.hidden_size * self.experts.shared_intermediate_size
+            total += sparse * (each + 4 * self.hidden_size * self.experts.count)  # the router is float32
+        return total
 
     def _attention_products(self) -> int:
         """Multiply-adds of one row with one key, scores and values; latent attention in its absorbed form."""
