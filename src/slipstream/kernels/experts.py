@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.kernels.activation import swiglu
 from slipstream.kernels.linear import PackedWeight, group_of, linear
+from slipstream.kernels.native import native
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,25 @@ class Routing:
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """logits float32 [R, E], bias float32 [E] -> experts int64 [R, k], best first, and weights float32 [R, k]."""
+    if logits.device.type == "cpu" and (ext := native()) is not None:
+        found: tuple[Tensor, Tensor] = ext.route(
+            logits,
+            bias,
+            routing.per_token,
+            routing.score == "softmax",
+            routing.groups,
+            routing.top_groups,
+            routing.normalise,
+            routing.scale,
+        )
+        return found
     return route_reference(logits, bias, routing)
 
 
 def route_reference(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
+    # Row by row: torch computes an element in another way where a vector of elements ends.
+    rows = [row.softmax(-1) if routing.score == "softmax" else row.sigmoid() for row in logits]
+    scores = torch.stack(rows) if rows else logits
     choice = scores if bias is None else scores + bias
     if routing.groups > 1:
         grouped = choice.view(len(choice), routing.groups, -1)
@@ -65,6 +80,13 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: PackedWeight, d
 
     gate_up: E weights [2I, H]. down: E weights [H, I]. Returns [..., H] in x's dtype.
     """
+    if gate_up.is_native:
+        ext = native()
+        assert ext is not None
+        y: Tensor = ext.experts(
+            x, chosen, weights, gate_up.data, down.data, gate_up.format, gate_up.groups, down.in_features
+        )
+        return y
     return experts_reference(x, chosen, weights, gate_up, down)
 
 

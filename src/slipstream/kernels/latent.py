@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from slipstream.kernels.norm import rms_norm
+from slipstream.kernels.native import native
+from slipstream.kernels.norm import rms_norm_reference
 from slipstream.kernels.rope import rotate
 
 
@@ -24,6 +25,9 @@ def latent_rope_write(
     q: [B, T, H, N + D]. kv: [B, T, L + D], latent first. norm: [L]. cos, sin: float32 [P, D / 2], by position; halves
     are rotated (`kernels/rope.py`). positions, kv_rows: int64 [B, T]. cache: [rows, 1, L + D], kv's dtype.
     """
+    if q.device.type == "cpu" and (ext := native()) is not None:
+        ext.latent_rope_write(q, kv, norm, eps, cos, sin, positions, kv_rows, cache)
+        return
     latent_rope_write_reference(q, kv, norm, eps, cos, sin, positions, kv_rows, cache)
 
 
@@ -42,5 +46,5 @@ def latent_rope_write_reference(
     c, s = cos[positions], sin[positions]
     rotated = q[..., -dim:]
     rotated.copy_(rotate(rotated, c[:, :, None], s[:, :, None]))
-    cache[kv_rows, 0, :rank] = rms_norm(kv[..., :rank].contiguous(), norm, eps)
+    cache[kv_rows, 0, :rank] = rms_norm_reference(kv[..., :rank], norm, eps)
     cache[kv_rows, 0, rank:] = rotate(kv[..., rank:], c, s)

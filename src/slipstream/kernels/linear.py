@@ -14,7 +14,7 @@ A weight is packed once into the layout its kernel reads, in one of four formats
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -100,38 +100,49 @@ def pack(weight: Tensor | QuantisedWeight, format: Format, bias: Tensor | None =
 
     A `QuantisedWeight` of the same format is taken as it is; in another format it is dequantised first.
     """
-    n, k = weight.q.shape if isinstance(weight, QuantisedWeight) else weight.shape
     bias = bias.float().contiguous() if bias is not None else None
-    if format in ("float32", "bfloat16"):
-        full = weight.dequantise() if isinstance(weight, QuantisedWeight) else weight
-        dtype = torch.float32 if format == "float32" else torch.bfloat16
-        data, scale, minimum = full.to(dtype).contiguous(), None, None
-    else:
-        assert format in ("q8_0", "q4_1")
-        if not (isinstance(weight, QuantisedWeight) and weight.format == format):
-            full = weight.dequantise() if isinstance(weight, QuantisedWeight) else weight
-            weight = quantise(full, format)
-        data, scale, minimum = weight.q.contiguous(), weight.scale.contiguous(), weight.minimum
+    data, scale, minimum = _converted(weight, format)
+    n, k = data.shape
     if data.device.type == "cpu" and (ext := native()) is not None:
         packed = ext.pack(data, scale, minimum, format)
         return PackedWeight(format, n, k, packed, None, None, bias, True)
     return PackedWeight(format, n, k, data, scale, minimum, bias, False)
 
 
-def pack_many(weights: Iterable[Tensor | QuantisedWeight], format: Format) -> PackedWeight:
-    """Packs G weights [N, K] of one shape, without biases, one behind the other; fetched one by one from `weights`."""
-    parts = [pack(weight, format) for weight in weights]
-    first = parts[0]
-    data = torch.cat([part.data for part in parts])
-    scales = [part.scale for part in parts if part.scale is not None]
-    minima = [part.minimum for part in parts if part.minimum is not None]
-    return replace(
-        first,
-        data=data,
-        scale=torch.cat(scales) if scales else None,
-        minimum=torch.cat(minima) if minima else None,
-        groups=len(parts),
-    )
+def _converted(
+    weight: Tensor | QuantisedWeight, format: Format
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The numbers of a weight in a format, contiguous, with their scales and minima."""
+    if format in ("float32", "bfloat16"):
+        full = weight.dequantise() if isinstance(weight, QuantisedWeight) else weight
+        dtype = torch.float32 if format == "float32" else torch.bfloat16
+        return full.to(dtype).contiguous(), None, None
+    assert format in ("q8_0", "q4_1")
+    if not (isinstance(weight, QuantisedWeight) and weight.format == format):
+        full = weight.dequantise() if isinstance(weight, QuantisedWeight) else weight
+        weight = quantise(full, format)
+    return weight.q.contiguous(), weight.scale.contiguous(), weight.minimum
+
+
+def pack_many(count: int, fetch: Callable[[int], Tensor | QuantisedWeight], format: Format) -> PackedWeight:
+    """Packs `count` weights [N, K] of one shape, without biases, as `fetch` gives them, one behind the other."""
+    first = _converted(fetch(0), format)
+    n, k = first[0].shape
+    ext = native() if first[0].device.type == "cpu" else None
+    if ext is None:
+        parts = [first, *(_converted(fetch(index), format) for index in range(1, count))]
+        data, scale, minimum = (
+            torch.cat([tensor for tensor in tensors if tensor is not None])
+            if tensors[0] is not None
+            else None
+            for tensors in zip(*parts, strict=True)
+        )
+        assert data is not None
+        return PackedWeight(format, n, k, data, scale, minimum, None, False, count)
+    packed = ext.allocate_packed(count, n, k, format)
+    for index, piece in enumerate(packed.chunk(count)):
+        ext.pack_into(piece, *(first if index == 0 else _converted(fetch(index), format)), format)
+    return PackedWeight(format, n, k, packed, None, None, None, True, count)
 
 
 def group_of(weight: PackedWeight, group: int) -> PackedWeight:
@@ -147,6 +158,13 @@ def group_of(weight: PackedWeight, group: int) -> PackedWeight:
 
 def linear_heads(x: Tensor, weight: PackedWeight) -> Tensor:
     """x [..., G, K], each of its G heads times the weight of its own: [..., G, N] in x's dtype."""
+    if weight.is_native:
+        ext = native()
+        assert ext is not None
+        y: Tensor = ext.linear_heads(
+            x, weight.data, weight.format, weight.groups, weight.out_features, weight.in_features
+        )
+        return y
     return linear_heads_reference(x, weight)
 
 

@@ -56,7 +56,7 @@ class Loader:
 
     def many(self, count: int, fetch: Callable[[int], Weight]) -> PackedWeight:
         """`count` weights of one shape, packed one behind the other."""
-        return pack_many((fetch(index) for index in range(count)), self.format)
+        return pack_many(count, fetch, self.format)
 
 
 def dense(weight: Weight) -> Tensor:

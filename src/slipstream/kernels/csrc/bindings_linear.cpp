@@ -1,26 +1,12 @@
 // What Python calls for slipstream/kernels/linear.py: argument checks, allocation, then the plain kernels.
-#include <torch/extension.h>
-
-#include "linear.h"
+#include "bindings_packed.h"
 #include "weight_memory.h"
 
 namespace py = pybind11;
 using at::Tensor;
+using slipstream::check_packed, slipstream::format_of, slipstream::scalar_of;
 
 namespace {
-
-int32_t format_of(const std::string& name) {
-    const char* names[] = {"float32", "bfloat16", "q8_0", "q4_1"};
-    for (int32_t i = 0; i < 4; ++i)
-        if (name == names[i]) return i;
-    TORCH_CHECK(false, "unknown weight format ", name);
-}
-
-int32_t scalar_of(at::ScalarType type, const char* what) {
-    if (type == at::kFloat) return slipstream::SCALAR_FLOAT32;
-    TORCH_CHECK(type == at::kBFloat16, what, " must be float32 or bfloat16, not ", type);
-    return slipstream::SCALAR_BFLOAT16;
-}
 
 bool is_quantised(int32_t format) { return format == slipstream::Q8_0 || format == slipstream::Q4_1; }
 
@@ -33,8 +19,15 @@ const uint16_t* factor(const std::optional<Tensor>& t, const Tensor& weight, con
     return reinterpret_cast<const uint16_t*>(t->const_data_ptr());
 }
 
-Tensor pack(const Tensor& weight, const std::optional<Tensor>& scale, const std::optional<Tensor>& minimum,
-            const std::string& format_name) {
+Tensor allocate_packed(int64_t groups, int64_t n, int64_t k, const std::string& format_name) {
+    TORCH_CHECK(groups > 0 && n > 0 && k > 0, "an empty weight [", groups, ", ", n, ", ", k, "]");
+    const int64_t bytes = groups * slipstream_packed_bytes(format_of(format_name), n, k);
+    std::shared_ptr<void> memory = slipstream::weight_memory(static_cast<size_t>(bytes));
+    return at::from_blob(memory.get(), {bytes}, [memory](void*) mutable { memory.reset(); }, at::kByte);
+}
+
+void pack_into(const Tensor& packed, const Tensor& weight, const std::optional<Tensor>& scale,
+               const std::optional<Tensor>& minimum, const std::string& format_name) {
     const int32_t format = format_of(format_name);
     const at::ScalarType types[] = {at::kFloat, at::kBFloat16, at::kChar, at::kByte};
     TORCH_CHECK(weight.scalar_type() == types[format], format_name, " needs ", types[format], ", got ",
@@ -42,20 +35,24 @@ Tensor pack(const Tensor& weight, const std::optional<Tensor>& scale, const std:
     TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous() && weight.is_cpu(),
                 "the weight must be contiguous [N, K] on the CPU");
     const int64_t n = weight.size(0), k = weight.size(1);
-    TORCH_CHECK(n > 0 && k > 0, "an empty weight [", n, ", ", k, "]");
     TORCH_CHECK(!is_quantised(format) || k % slipstream::GROUP == 0, format_name, " needs a multiple of 32 inputs, got ", k);
+    check_packed(packed, format, n, k);
     slipstream::PackCall call{};
     call.weight = weight.const_data_ptr();
     if (is_quantised(format)) call.scale = factor(scale, weight, "scale");
     if (format == slipstream::Q4_1) call.minimum = factor(minimum, weight, "minimum");
-    const int64_t bytes = slipstream_packed_bytes(format, n, k);
-    std::shared_ptr<void> memory = slipstream::weight_memory(static_cast<size_t>(bytes));
-    Tensor packed = at::from_blob(memory.get(), {bytes}, [memory](void*) mutable { memory.reset(); }, at::kByte);
-    call.packed = memory.get();
+    call.packed = packed.mutable_data_ptr();
     call.n = n;
     call.k = k;
     call.format = format;
     slipstream_pack(&call);
+}
+
+Tensor pack(const Tensor& weight, const std::optional<Tensor>& scale, const std::optional<Tensor>& minimum,
+            const std::string& format_name) {
+    TORCH_CHECK(weight.dim() == 2, "the weight must be [N, K]");
+    Tensor packed = allocate_packed(1, weight.size(0), weight.size(1), format_name);
+    pack_into(packed, weight, scale, minimum, format_name);
     return packed;
 }
 
@@ -63,10 +60,7 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::string& format_n
               int64_t n, int64_t k, at::ScalarType out_dtype) {
     const int32_t format = format_of(format_name);
     TORCH_CHECK(x.is_cpu() && x.dim() >= 1 && x.size(-1) == k, "x must be [..., ", k, "] on the CPU, got ", x.sizes());
-    TORCH_CHECK(packed.is_cpu() && packed.is_contiguous() && packed.scalar_type() == at::kByte && n > 0 && k > 0 &&
-                    packed.numel() == slipstream_packed_bytes(format, n, k),
-                "the packed weight is not one of ", format_name, " [", n, ", ", k, "]");
-    TORCH_CHECK(reinterpret_cast<uintptr_t>(packed.const_data_ptr()) % 64 == 0, "the packed weight is not aligned");
+    check_packed(packed, format, n, k);
     slipstream::LinearCall call{};
     call.x_type = scalar_of(x.scalar_type(), "x");
     call.y_type = scalar_of(out_dtype, "the output");
@@ -95,5 +89,7 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::string& format_n
 
 void register_linear(py::module_& m) {
     m.def("pack", &pack, py::call_guard<py::gil_scoped_release>());
+    m.def("allocate_packed", &allocate_packed);
+    m.def("pack_into", &pack_into, py::call_guard<py::gil_scoped_release>());
     m.def("linear", &linear, py::call_guard<py::gil_scoped_release>());
 }

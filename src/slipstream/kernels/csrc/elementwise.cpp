@@ -138,10 +138,31 @@ void rope_kv_write(const T* qkv, const float* cos, const float* sin, const int64
     });
 }
 
+template <class T, class W>
+void latent_rope_write(const LatentRows<T>& x, const W* norm, float eps, const float* cos, const float* sin,
+                       const int64_t* positions, const int64_t* kv_rows, T* cache) {
+    const int64_t half = x.rotated / 2, width = x.rank + x.rotated;
+    over_rows(x.rows, width + x.heads * x.rotated, [&](int64_t first, int64_t last) {
+        for (int64_t r = first; r < last; ++r) {
+            const float *c = cos + positions[r] * half, *s = sin + positions[r] * half;
+            for (int64_t h = 0; h < x.heads; ++h) {
+                T* head = x.q + r * x.q_row + h * x.q_head;
+                rotate_head(head, c, s, head, half);
+            }
+            const T* kv = x.kv + r * x.kv_row;
+            T* at = cache + kv_rows[r] * width;
+            norm_row(kv, norm, at, x.rank, eps);
+            rotate_head(kv + x.rank, c, s, at + x.rank, half);
+        }
+    });
+}
+
 #define NORMS(T, W)                                                                  \
     template void rms_norm(const T*, const W*, T*, int64_t, int64_t, float);          \
     template void add_rms_norm(const T*, T*, const W*, T*, int64_t, int64_t, float); \
-    template void rms_norm_heads(T*, const W*, const W*, int64_t, RopeShape, float);
+    template void rms_norm_heads(T*, const W*, const W*, int64_t, RopeShape, float); \
+    template void latent_rope_write(const LatentRows<T>&, const W*, float, const float*, const float*, const int64_t*, \
+                                    const int64_t*, T*);
 NORMS(float, float)
 NORMS(float, bf16)
 NORMS(bf16, float)

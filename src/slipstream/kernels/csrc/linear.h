@@ -41,10 +41,21 @@ struct LinearCall {
     int32_t format, x_type, y_type, threads;
 };
 
+// Several weights of one shape, packed one behind the other, each with rows of its own.
+struct GroupedCall {
+    const void* const* x;    // [rows] pointers to K values of x_type, group by group
+    void* const* y;          // [rows] pointers to N values of y_type
+    const int64_t* offsets;  // [groups + 1]: the rows of group g are offsets[g] .. offsets[g + 1] - 1
+    const void* packed;      // aligned to 64
+    int64_t groups, n, k;
+    int32_t format, x_type, y_type, threads;
+};
+
 }  // namespace slipstream
 
 extern "C" {
 int64_t slipstream_packed_bytes(int32_t format, int64_t n, int64_t k);
 void slipstream_pack(const slipstream::PackCall* call);
 void slipstream_linear(const slipstream::LinearCall* call);
+void slipstream_grouped(const slipstream::GroupedCall* call);
 }

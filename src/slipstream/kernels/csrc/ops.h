@@ -31,6 +31,18 @@ template <class T>
 void rope_kv_write(const T* qkv, const float* cos, const float* sin, const int64_t* positions,
                    const int64_t* kv_rows, T* q, T* k_cache, T* v_cache, RopeShape shape);
 
+// q: the first rotated element of a row's first head; kv: a latent of `rank`, then its rotated key. Strides in elements.
+template <class T>
+struct LatentRows {
+    T* q;
+    const T* kv;
+    int64_t q_row, q_head, kv_row;
+    int64_t rows, heads, rank, rotated;
+};
+template <class T, class W>
+void latent_rope_write(const LatentRows<T>& x, const W* norm, float eps, const float* cos, const float* sin,
+                       const int64_t* positions, const int64_t* kv_rows, T* cache);
+
 struct AttentionShape {
     int64_t batch, rows, heads, kv_heads, dim;
     int64_t table_width, ancestors_width;
@@ -45,6 +57,20 @@ struct AttentionIndex {
 template <class T>
 void attention(const T* q, const T* k_cache, const T* v_cache, T* out, const AttentionIndex& index,
                const AttentionShape& shape, float scale);
+
+struct Routing {
+    int64_t experts, per_token, groups, top_groups;
+    bool is_softmax, normalises;
+    float scale;
+};
+// logits [rows, experts], bias [experts] or null -> chosen and weights [rows, per_token].
+void route(const float* logits, const float* bias, const Routing& routing, int64_t rows, int64_t* chosen,
+           float* weights);
+// The rows of every expert together: `order` holds (row * per_token + place), `offsets` [experts + 1].
+void sort_by_expert(const int64_t* chosen, int64_t pairs, int64_t experts, int64_t* order, int64_t* offsets);
+// y [rows, width]: the sum over places, in their order, of outputs [rows, places, width] times weights [rows, places].
+template <class T>
+void weighted_sum(const float* outputs, const float* weights, T* y, int64_t rows, int64_t places, int64_t width);
 
 void argmax(const float* logits, int64_t* ids, int64_t rows, int64_t width);
 
