@@ -193,8 +193,11 @@ def test_wrong_arguments_are_refused() -> None:
         ext.linear(made(1, 64), packed.data, "bfloat16", None, 40, 64, torch.float32)
     with pytest.raises(RuntimeError, match="bias"):
         L.linear(made(1, 64), L.pack(made(40, 64), "float32", made(1, 39)[0]))
+    place = ext.allocate_packed(1, 32, 32, "q8_0")
     with pytest.raises(RuntimeError, match="needs its scale"):
-        ext.pack(torch.zeros(32, 32, dtype=torch.int8), None, None, "q8_0")
+        ext.pack_into(place, torch.zeros(32, 32, dtype=torch.int8), None, None, "q8_0")
+    with pytest.raises(RuntimeError, match="not one of"):
+        ext.pack_into(place[64:], torch.zeros(32, 32, dtype=torch.int8), None, None, "q8_0")
     with pytest.raises(ValueError, match="multiple of 32"):
         L.pack(made(4, 33), "q4_1")
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -165,3 +168,44 @@ def test_a_gguf_files_blocks_are_kept(smollm2):
         if heads:
             expected = expected[_rows_in_halves(len(expected), heads)]
         assert torch.equal(file.fetch(name).dequantise(), expected)
+
+
+_PEAK = """
+import sys, threading, time, torch
+from slipstream.kernels.native import native
+from pathlib import Path
+from slipstream.target.decoder import Decoder
+from slipstream.target.safetensors_files import SafetensorsFolder
+native()
+
+def held():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+before, peak, done = held(), 0, False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, held())
+        time.sleep(0.001)
+watcher = threading.Thread(target=watch)
+watcher.start()
+checkpoint = SafetensorsFolder(Path(sys.argv[1]))
+target = Decoder(checkpoint.shape, checkpoint.fetch, torch.bfloat16, "bfloat16", "cpu", 64)
+done = True
+watcher.join()
+print(max(peak, held()) - before, target.weight_bytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_loading_needs_the_model_and_one_tensor(tmp_path):
+    """Anonymous memory, the most at any time: the packed weights, the embedding, and room for one more tensor."""
+    sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 12}
+    write_llama(tmp_path, dtype=torch.bfloat16, num_key_value_heads=4, initializer_range=0.02, **sizes)
+    done = subprocess.run([sys.executable, "-c", _PEAK, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    peak, weights = map(int, done.stdout.split())
+    assert weights > 120e6
+    largest, slack = 3072 * 768 * 2, 8e6
+    assert peak < weights + largest + slack

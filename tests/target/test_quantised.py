@@ -9,11 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.errors import ModelError
-from slipstream.kernels.linear import QuantisedWeight
+from slipstream.kernels.linear import QuantisedWeight, dense
 from slipstream.target.load import load
 from slipstream.target.quantisation import unpack_int4
 from slipstream.target.safetensors_files import Part, SafetensorsFolder
-from slipstream.target.weights import dense
 from tests.target.tiny import VOCABULARY, forward, write_model
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [24, 40]}

@@ -14,7 +14,7 @@ A weight is packed once into the layout its kernel reads, in one of four formats
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -27,6 +27,8 @@ Format = Literal["float32", "bfloat16", "q8_0", "q4_1"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 GROUP = 32
 """Inputs that share one scale in the quantised formats."""
+PANEL = 32
+"""Outputs that the C++ kernels keep together (csrc/linear.h)."""
 
 
 @dataclass(frozen=True)
@@ -95,54 +97,93 @@ def quantise(weight: Tensor, format: Literal["q8_0", "q4_1"]) -> QuantisedWeight
     return QuantisedWeight("q4_1", q.view(n, k), scale, minimum)
 
 
-def pack(weight: Tensor | QuantisedWeight, format: Format, bias: Tensor | None = None) -> PackedWeight:
+Weight = Tensor | QuantisedWeight
+
+
+def pack(weight: Weight | Sequence[Weight], format: Format, bias: Tensor | None = None) -> PackedWeight:
     """Puts a weight [N, K] (with bias [N], kept in float32) into the layout that `linear` reads.
 
-    A `QuantisedWeight` of the same format is taken as it is; in another format it is dequantised first.
+    Several weights with one K stand for their outputs one under the other. A `QuantisedWeight` of the same format is
+    taken as it is; in another format it is dequantised first.
     """
-    bias = bias.float().contiguous() if bias is not None else None
-    data, scale, minimum = _converted(weight, format)
-    n, k = data.shape
-    if data.device.type == "cpu" and (ext := native()) is not None:
-        packed = ext.pack(data, scale, minimum, format)
-        return PackedWeight(format, n, k, packed, None, None, bias, True)
-    return PackedWeight(format, n, k, data, scale, minimum, bias, False)
+    packed = pack_many(1, lambda _: weight, format)
+    return replace(packed, bias=bias.float().contiguous() if bias is not None else None)
 
 
-def _converted(
-    weight: Tensor | QuantisedWeight, format: Format
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def pack_many(count: int, fetch: Callable[[int], Weight | Sequence[Weight]], format: Format) -> PackedWeight:
+    """Packs `count` weights of one shape, without biases, as `fetch` gives them, one behind the other.
+
+    Natively each part is packed straight to its place: beside the result only one part is in memory at a time.
+    """
+    first = _parts(fetch(0))
+    n, k = sum(_shape(part)[0] for part in first), _shape(first[0])[1]
+    device = (first[0].q if isinstance(first[0], QuantisedWeight) else first[0]).device
+    if device.type != "cpu" or (ext := native()) is None:
+        return _unpacked(count, lambda i: first if i == 0 else _parts(fetch(i)), format)
+    packed = ext.allocate_packed(count, n, k, format)
+    panels = -(-n // PANEL)
+    for index, group in enumerate(packed.chunk(count)):
+        parts = first if index == 0 else _parts(fetch(index))
+        if any(_shape(part)[0] % PANEL for part in parts[:-1]):
+            parts = [stacked(parts)]
+        begin = 0
+        for part in parts:
+            end = begin + -(-_shape(part)[0] // PANEL)
+            place = group[begin * len(group) // panels : end * len(group) // panels]
+            ext.pack_into(place, *_converted(part, format), format)
+            begin = end
+    return PackedWeight(format, n, k, packed, None, None, None, True, count)
+
+
+def _unpacked(count: int, fetch: Callable[[int], Sequence[Weight]], format: Format) -> PackedWeight:
+    """What the reference reads."""
+    every = [_converted(stacked(fetch(index)), format) for index in range(count)]
+    data, scale, minimum = (
+        torch.cat([tensor for tensor in tensors if tensor is not None]) if tensors[0] is not None else None
+        for tensors in zip(*every, strict=True)
+    )
+    assert data is not None
+    return PackedWeight(format, len(data) // count, data.shape[1], data, scale, minimum, None, False, count)
+
+
+def stacked(parts: Sequence[Weight]) -> Weight:
+    """Weights that share their input, one under the other; quantised ones stay so when all have one format."""
+    if len(parts) == 1:
+        return parts[0]
+    quantised = [part for part in parts if isinstance(part, QuantisedWeight)]
+    if len(quantised) == len(parts) and len({part.format for part in quantised}) == 1:
+        minima = [part.minimum for part in quantised if part.minimum is not None]
+        return QuantisedWeight(
+            quantised[0].format,
+            torch.cat([part.q for part in quantised]),
+            torch.cat([part.scale for part in quantised]),
+            torch.cat(minima) if minima else None,
+        )
+    return torch.cat([dense(part) for part in parts])
+
+
+def dense(weight: Weight) -> Tensor:
+    """The numbers of a weight."""
+    return weight.dequantise() if isinstance(weight, QuantisedWeight) else weight
+
+
+def _parts(weight: Weight | Sequence[Weight]) -> Sequence[Weight]:
+    return [weight] if isinstance(weight, Tensor | QuantisedWeight) else weight
+
+
+def _shape(weight: Weight) -> torch.Size:
+    return (weight.q if isinstance(weight, QuantisedWeight) else weight).shape
+
+
+def _converted(weight: Weight, format: Format) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The numbers of a weight in a format, contiguous, with their scales and minima."""
     if format in ("float32", "bfloat16"):
-        full = weight.dequantise() if isinstance(weight, QuantisedWeight) else weight
         dtype = torch.float32 if format == "float32" else torch.bfloat16
-        return full.to(dtype).contiguous(), None, None
+        return dense(weight).to(dtype).contiguous(), None, None
     assert format in ("q8_0", "q4_1")
     if not (isinstance(weight, QuantisedWeight) and weight.format == format):
-        full = weight.dequantise() if isinstance(weight, QuantisedWeight) else weight
-        weight = quantise(full, format)
+        weight = quantise(dense(weight), format)
     return weight.q.contiguous(), weight.scale.contiguous(), weight.minimum
-
-
-def pack_many(count: int, fetch: Callable[[int], Tensor | QuantisedWeight], format: Format) -> PackedWeight:
-    """Packs `count` weights [N, K] of one shape, without biases, as `fetch` gives them, one behind the other."""
-    first = _converted(fetch(0), format)
-    n, k = first[0].shape
-    ext = native() if first[0].device.type == "cpu" else None
-    if ext is None:
-        parts = [first, *(_converted(fetch(index), format) for index in range(1, count))]
-        data, scale, minimum = (
-            torch.cat([tensor for tensor in tensors if tensor is not None])
-            if tensors[0] is not None
-            else None
-            for tensors in zip(*parts, strict=True)
-        )
-        assert data is not None
-        return PackedWeight(format, n, k, data, scale, minimum, None, False, count)
-    packed = ext.allocate_packed(count, n, k, format)
-    for index, piece in enumerate(packed.chunk(count)):
-        ext.pack_into(piece, *(first if index == 0 else _converted(fetch(index), format)), format)
-    return PackedWeight(format, n, k, packed, None, None, None, True, count)
 
 
 def group_of(weight: PackedWeight, group: int) -> PackedWeight:

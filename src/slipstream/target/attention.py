@@ -9,13 +9,13 @@ from torch import Tensor
 
 from slipstream.kernels.attention import attention
 from slipstream.kernels.latent import latent_rope_write
-from slipstream.kernels.linear import PackedWeight, linear, linear_heads, pack
+from slipstream.kernels.linear import PackedWeight, dense, linear, linear_heads, pack
 from slipstream.kernels.norm import rms_norm, rms_norm_heads_
 from slipstream.kernels.rope import rope_kv_write
 from slipstream.target.rotary import halves_first, rotary_tables
 from slipstream.target.rows import KVTensor, Rows
 from slipstream.target.shape import ModelShape
-from slipstream.target.weights import Loader, dense, stacked, with_rows
+from slipstream.target.weights import Loader, with_rows
 
 
 class Rotary:
@@ -137,7 +137,7 @@ class LatentAttention:
                 load.dense("q_a_proj.bias") if part.q_rank else torch.zeros(len(self._rotated_rows(shape)))
             )
             bias = torch.cat([q_bias.float(), load.dense("kv_a_proj_with_mqa.bias").float()[kv_rows]])
-        return pack(stacked([q, kv]), load.format, bias)
+        return pack([q, kv], load.format, bias)
 
     def _load_q_up(self, load: Loader, shape: ModelShape) -> PackedWeight:
         return pack(with_rows(load.weight("q_b_proj.weight"), self._rotated_rows(shape)), load.format)

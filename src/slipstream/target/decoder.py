@@ -19,7 +19,7 @@ from slipstream.target.family import KVCache
 from slipstream.target.mlp import Mlp, make_mlp
 from slipstream.target.rows import KVTensor, Rows
 from slipstream.target.shape import ModelShape
-from slipstream.target.weights import Fetch, Loader, dense
+from slipstream.target.weights import Fetch, Loader
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,9 @@ class Decoder:
         """
         self.shape = shape
         load = Loader(fetch, dtype, format, device)
-        embedding = load.weight("model.embed_tokens.weight")
-        self._embedding = dense(embedding).to(dtype)
-        head = embedding if shape.tie_embeddings else load.weight("lm_head.weight")
-        self._head = pack(head, "q8_0" if format == "q4_1" else format)
-        del embedding, head
+        table, head = "model.embed_tokens.weight", "q8_0" if format == "q4_1" else format
+        self._head = pack(load.weight(table if shape.tie_embeddings else "lm_head.weight"), head)
+        self._embedding = load.kept(table)
         rotary = Rotary(shape, positions, device)
         self._layers = [
             _layer(load.below(f"model.layers.{i}."), shape, rotary, i) for i in range(shape.layers)

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from slipstream.errors import ModelError
-from slipstream.kernels.linear import GROUP, QuantisedWeight
+from slipstream.kernels.linear import GROUP, QuantisedWeight, Weight
 from slipstream.target.shape import ModelShape
-from slipstream.target.weights import Weight, with_rows
+from slipstream.target.weights import with_rows
 
 _NAMES = {
     "token_embd": "model.embed_tokens",

@@ -11,7 +11,7 @@ from slipstream.kernels.activation import swiglu
 from slipstream.kernels.experts import experts, route
 from slipstream.kernels.linear import linear, pack
 from slipstream.target.shape import ModelShape
-from slipstream.target.weights import Loader, stacked
+from slipstream.target.weights import Loader
 
 
 class Mlp(Protocol):
@@ -61,7 +61,7 @@ class ExpertsMlp:
         self._bias = load.dense("gate.e_score_correction_bias").float() if part.has_bias else None
         self._gate_up = load.many(
             part.count,
-            lambda e: stacked([load.weight(f"experts.{e}.{name}_proj.weight") for name in ("gate", "up")]),
+            lambda e: [load.weight(f"experts.{e}.{name}_proj.weight") for name in ("gate", "up")],
         )
         self._down = load.many(part.count, lambda e: load.weight(f"experts.{e}.down_proj.weight"))
         shared = part.shared_intermediate_size > 0

@@ -12,10 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.kernels.linear import GROUP
+from slipstream.kernels.linear import GROUP, Weight
 from slipstream.target.config import read_config
 from slipstream.target.quantisation import fp8_to_float, unpack_int4
-from slipstream.target.weights import Weight
 
 
 @dataclass(frozen=True)

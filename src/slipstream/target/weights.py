@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import Format, PackedWeight, QuantisedWeight, pack, pack_many
+from slipstream.kernels.linear import Format, PackedWeight, QuantisedWeight, Weight, dense, pack, pack_many
 from slipstream.target.shape import ModelShape
 
-Weight = Tensor | QuantisedWeight
 Fetch = Callable[[str], Weight]
 """A checkpoint: a tensor by its Hugging Face name."""
 
@@ -44,40 +43,23 @@ class Loader:
         """A tensor as numbers, on the device."""
         return dense(self.weight(name))
 
+    def kept(self, name: str) -> Tensor:
+        """A tensor in the activations' dtype; a copy, as what was fetched may be a view of the file."""
+        return self.dense(name).to(self.dtype, copy=True)
+
     def norm(self, name: str) -> Tensor:
         """A norm's weight."""
-        return self.dense(f"{name}.weight").to(self.dtype)
+        return self.kept(f"{name}.weight")
 
     def linear(self, *names: str, has_bias: bool = False) -> PackedWeight:
         """Layers that share their input, packed one under the other."""
-        weight = stacked([self.weight(f"{name}.weight") for name in names])
+        weight = [self.weight(f"{name}.weight") for name in names]
         bias = torch.cat([self.dense(f"{name}.bias") for name in names]) if has_bias else None
         return pack(weight, self.format, bias)
 
-    def many(self, count: int, fetch: Callable[[int], Weight]) -> PackedWeight:
+    def many(self, count: int, fetch: Callable[[int], Weight | Sequence[Weight]]) -> PackedWeight:
         """`count` weights of one shape, packed one behind the other."""
         return pack_many(count, fetch, self.format)
-
-
-def dense(weight: Weight) -> Tensor:
-    """The numbers of a weight."""
-    return weight.dequantise() if isinstance(weight, QuantisedWeight) else weight
-
-
-def stacked(parts: Sequence[Weight]) -> Weight:
-    """Weights that share their input, one under the other; quantised ones stay so when all have one format."""
-    if len(parts) == 1:
-        return parts[0]
-    quantised = [part for part in parts if isinstance(part, QuantisedWeight)]
-    if len(quantised) == len(parts) and len({part.format for part in quantised}) == 1:
-        minima = [part.minimum for part in quantised if part.minimum is not None]
-        return QuantisedWeight(
-            quantised[0].format,
-            torch.cat([part.q for part in quantised]),
-            torch.cat([part.scale for part in quantised]),
-            torch.cat(minima) if minima else None,
-        )
-    return torch.cat([dense(part) for part in parts])
 
 
 def with_rows(weight: Weight, rows: Tensor) -> Weight:

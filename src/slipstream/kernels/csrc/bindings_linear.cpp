@@ -48,14 +48,6 @@ void pack_into(const Tensor& packed, const Tensor& weight, const std::optional<T
     slipstream_pack(&call);
 }
 
-Tensor pack(const Tensor& weight, const std::optional<Tensor>& scale, const std::optional<Tensor>& minimum,
-            const std::string& format_name) {
-    TORCH_CHECK(weight.dim() == 2, "the weight must be [N, K]");
-    Tensor packed = allocate_packed(1, weight.size(0), weight.size(1), format_name);
-    pack_into(packed, weight, scale, minimum, format_name);
-    return packed;
-}
-
 Tensor linear(const Tensor& x, const Tensor& packed, const std::string& format_name, const std::optional<Tensor>& bias,
               int64_t n, int64_t k, at::ScalarType out_dtype) {
     const int32_t format = format_of(format_name);
@@ -88,7 +80,6 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::string& format_n
 }  // namespace
 
 void register_linear(py::module_& m) {
-    m.def("pack", &pack, py::call_guard<py::gil_scoped_release>());
     m.def("allocate_packed", &allocate_packed);
     m.def("pack_into", &pack_into, py::call_guard<py::gil_scoped_release>());
     m.def("linear", &linear, py::call_guard<py::gil_scoped_release>());

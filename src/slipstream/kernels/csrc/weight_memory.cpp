@@ -20,14 +20,21 @@ constexpr size_t CHUNK = 16 * HUGE_PAGE;
 
 size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
-// Only pages that are written to become memory: what a chunk leaves unused costs addresses alone.
+// Only pages that are written to become memory: what a chunk leaves unused costs addresses alone. Straight from the
+// system: weights between the temporaries of loading would keep malloc from giving those back (half a gigabyte at 1 GB).
 std::shared_ptr<uint8_t> make_chunk(size_t bytes) {
+#ifdef __linux__
+    const size_t room = bytes + HUGE_PAGE;
+    void* whole = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (whole == MAP_FAILED) throw std::bad_alloc();
+    uint8_t* p = reinterpret_cast<uint8_t*>(round_up(reinterpret_cast<size_t>(whole), HUGE_PAGE));
+    madvise(p, bytes, MADV_HUGEPAGE);  // where it is refused, small pages serve
+    return {p, [whole, room](uint8_t*) { munmap(whole, room); }};
+#else
     void* p = std::aligned_alloc(HUGE_PAGE, bytes);
     if (p == nullptr) throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-    madvise(p, bytes, MADV_HUGEPAGE);  // where it is refused, small pages serve
-#endif
     return {static_cast<uint8_t*>(p), std::free};
+#endif
 }
 
 }  // namespace
