@@ -26,6 +26,9 @@ def diagnose(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to write for each prompt.")] = 128,
     out: Annotated[Path, typer.Option(help="The folder for the report.")] = Path("slipstream-report"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON and nothing else.")] = False,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="The longest prompt and answer together; default: 2048 tokens.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; default: all cores.")] = None,
 ) -> None:
     """Measure whether speculation pays, and write a report."""
@@ -44,7 +47,14 @@ def diagnose(
     say(f"loading {model}")
     import slipstream
 
-    engine = slipstream.Engine(model, draft=draft.name_or_none, dtype=dtype, weights=weights, threads=threads)
+    engine = slipstream.Engine(
+        model,
+        draft=draft.name_or_none,
+        dtype=dtype,
+        weights=weights,
+        max_length=max_length,
+        threads=threads,
+    )
     notes: Any = engine.describe().get("notes", ())
     for note in notes:
         say(f"note: {note}")

@@ -66,6 +66,9 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the text.")
     ] = False,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="The longest prompt and answer together; default: 2048 tokens.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; default: all cores.")] = None,
 ) -> None:
     """Answer one prompt, streamed to the terminal."""
@@ -84,7 +87,14 @@ def generate(
     )
     import slipstream
 
-    engine = slipstream.Engine(model, draft=draft.name_or_none, dtype=dtype, weights=weights, threads=threads)
+    engine = slipstream.Engine(
+        model,
+        draft=draft.name_or_none,
+        dtype=dtype,
+        weights=weights,
+        max_length=max_length,
+        threads=threads,
+    )
     if as_json:
         completion = engine.generate(text, params, speculate=speculate, raw=raw)
         print(json.dumps(asdict(completion), ensure_ascii=False))

@@ -27,6 +27,8 @@ Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 """A user's message, a conversation as a list of {"role": ..., "content": ...}, or token ids as they are."""
 DRAFTERS = ("ngram",)
 _MAX_ROWS = max(SIZES) + 1
+_MAX_LENGTH = 2048
+"""The longest text unless another limit is asked for: KV is allocated for it."""
 
 
 class Engine:
@@ -43,7 +45,7 @@ class Engine:
         draft: str | Drafter | None = "ngram",
         dtype: str = "auto",
         weights: str = "auto",
-        max_length: int = 2048,
+        max_length: int | None = None,
         max_batch: int = 8,
         threads: int | None = None,
         device: str = "cpu",
@@ -53,20 +55,25 @@ class Engine:
         model: a name (`smollm2-135m`), a directory, a .gguf file, or a Hugging Face id. draft: what proposes tokens
         (`ngram`, a Drafter of your own, or None for plain decoding). dtype: of activations and KV (auto, float32,
         bfloat16). weights: the format of the linear layers (auto: as dtype; float32, bfloat16, int8, int4).
-        max_length: the longest prompt + output in tokens. max_batch: requests that run at once. threads: CPU threads
-        of this whole process (default: what torch has). Raises SlipstreamError with what to do about it.
+        max_length: the longest prompt + output in tokens (default: 2048, or what the model can). max_batch: requests
+        that run at once. threads: CPU threads of this whole process (default: what torch has). Raises SlipstreamError with what to do about it.
         """
         if threads is not None:
             if threads < 1:
                 raise SlipstreamError(f"threads is {threads}; it must be at least 1")
             torch.set_num_threads(threads)
-        if max_length < 2 or max_batch < 1:
+        if (max_length is not None and max_length < 2) or max_batch < 1:
             raise SlipstreamError("max_length must be at least 2 and max_batch at least 1")
         self.drafter = _drafter(draft)
         self.model: LoadedModel = load(
-            model, dtype=dtype, weights=weights, device=device, positions=max_length + 2 * _MAX_ROWS
+            model,
+            dtype=dtype,
+            weights=weights,
+            device=device,
+            positions=(max_length or _MAX_LENGTH) + 2 * _MAX_ROWS,
         )
         limit = self.model.shape.max_positions
+        max_length = min(_MAX_LENGTH, limit) if max_length is None else max_length
         if max_length > limit:
             raise SlipstreamError(
                 f"max_length is {max_length}, but {self.model.name} goes up to {limit} tokens"
