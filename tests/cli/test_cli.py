@@ -99,6 +99,7 @@ def test_diagnose_prints_and_writes(engine: Made, capsys: pytest.CaptureFixture[
         "draft": "ngram",
         "dtype": "auto",
         "weights": "int8",
+        "max_length": None,
         "threads": 2,
     }
     assert diagnose() == 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import slipstream
+from slipstream.draft.drafter import Drafter
 from slipstream.draft.tree import Tree
 from slipstream.engine.state import State
 from slipstream.errors import RequestError
@@ -91,16 +92,13 @@ def tiny(request, tmp_path_factory):
     return folder
 
 
-class RandomTrees:
+class RandomTrees(Drafter):
     """Random trees of few distinct tokens, so that some are right, with siblings that repeat."""
 
-    name, is_free, max_drafted = "random", False, 31
+    name, max_drafted = "random", 31
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-
-    def outlook(self, text, slots):
-        return torch.ones_like(slots)
 
     def draft(self, text, slots, size):
         def draw(high, *shape):

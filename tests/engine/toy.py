@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.draft.drafter import Drafter
 from slipstream.draft.text import Text
 from slipstream.draft.tree import Tree
 from slipstream.engine.controller import Controller, CostModel
@@ -37,7 +38,7 @@ class ToyTarget:
     def kv_layout(self):
         return [(KVTensor("token", (1,)),)]
 
-    def forward(self, rows: Rows, kv) -> Tensor:
+    def forward(self, rows: Rows, kv, taps=()) -> tuple[Tensor, None]:
         (cache,) = kv[0]
         cache[rows.kv_rows, 0] = rows.tokens
         batch, width = rows.tokens.shape
@@ -55,7 +56,7 @@ class ToyTarget:
                 assert int(rows.positions[b, t]) == before + depth
                 assert len(index) <= rows.extent
                 hidden[b, t, 0] = sequence_hash(cache[entries[index], 0].tolist())
-        return hidden
+        return hidden, None
 
     def logits(self, hidden: Tensor) -> Tensor:
         flat = hidden.reshape(-1)
@@ -67,16 +68,13 @@ class ToyTarget:
         return int(self.logits(torch.tensor([[sequence_hash(tokens)]]))[0].argmax())
 
 
-class TreeDrafter:
+class TreeDrafter(Drafter):
     """Drafts what a function of (text, size) says: tokens and parents of one request."""
 
-    name, is_free, max_drafted = "test", False, MAX_ROWS - 1
+    name, max_drafted = "test", MAX_ROWS - 1
 
     def __init__(self, propose, max_depth: int | None = None) -> None:
         self.propose, self.max_depth = propose, max_depth
-
-    def outlook(self, text: Text, slots: Tensor) -> Tensor:
-        return torch.ones_like(slots)
 
     def draft(self, text: Text, slots: Tensor, size: int) -> Tree:
         drafts = [

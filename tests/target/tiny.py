@@ -93,7 +93,7 @@ def forward(target, tokens: torch.Tensor, dtype=torch.float32, chunk: int | None
     state.put(0, tokens.tolist(), 0.0, 0, 1.0, 0)
     chunk = chunk or len(tokens)
     pieces = [
-        target.logits(target.forward(state.known_rows(0, at, min(at + chunk, len(tokens))), state.kv))[0]
+        target.logits(target.forward(state.known_rows(0, at, min(at + chunk, len(tokens))), state.kv)[0])[0]
         for at in range(0, len(tokens), chunk)
     ]
     return torch.cat(pieces)
@@ -103,4 +103,4 @@ def tree_logits(target, state: State, tree: Tree) -> torch.Tensor:
     """Logits [N + 1, V] of a tree under slot 0's text."""
     slots = torch.zeros(1, dtype=torch.int64)
     rows = state.tree_rows(slots, tree, int(state.text.length[0]) + tree.size)
-    return target.logits(target.forward(rows, state.kv))[0]
+    return target.logits(target.forward(rows, state.kv)[0])[0]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from slipstream.draft.text import Text
 from slipstream.draft.tree import Tree
 
+if TYPE_CHECKING:
+    from slipstream.target.family import Target
 
-class Drafter(Protocol):
+OUTLOOKS = 16
+"""The number of classes that an outlook can name."""
+
+
+class Drafter(ABC):
     """Proposes tokens for the requests in `slots`. Its own state, if any, lives in tensors indexed by slot.
 
     A drafter may be wrong in every token: acceptance decides what is kept, so it can cost time but not change a text.
@@ -20,8 +28,23 @@ class Drafter(Protocol):
     max_drafted: int
     """The most tokens that one tree of it holds."""
 
-    is_free: bool
+    is_free: bool = False
     """Drafting costs nothing beside the outlook, so the controller may score drafts that are not verified."""
+
+    taps: tuple[int, ...] = ()
+    """The target's states that it reads: boundaries between layers, as `Target.forward` names them."""
+
+    def attach(self, target: Target, slots: int, width: int) -> None:
+        """Makes room for the state of `slots` requests of up to `width` tokens, before any of them begins."""
+
+    def reset(self, slot: int) -> None:
+        """Another request begins in this slot."""
+
+    def observe(self, text: Text, slots: Tensor, first: Tensor, features: Tensor) -> None:
+        """What the target's states were: features [B, T, F] of the positions first (int64 [B]) .. first + T - 1.
+
+        Called after every forward of a drafter with taps. Positions at or beyond a text's length may hold anything.
+        """
 
     def outlook(self, text: Text, slots: Tensor) -> Tensor:
         """int64 [B]: how promising a draft would be now, as a class below `OUTLOOKS`; acceptance is kept by class.
@@ -29,12 +52,8 @@ class Drafter(Protocol):
         0 means that there is nothing to draft. A drafter that cannot tell beforehand answers 1 for all. Called once
         before every cycle, whether it drafts or not.
         """
-        ...
+        return torch.ones_like(slots)
 
+    @abstractmethod
     def draft(self, text: Text, slots: Tensor, size: int) -> Tree:
         """A tree of `size` nodes (1 <= size <= max_drafted) for each slot, right after `outlook` of the same."""
-        ...
-
-
-OUTLOOKS = 16
-"""The number of classes that an outlook can name."""

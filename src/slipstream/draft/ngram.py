@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from slipstream.draft.drafter import Drafter
 from slipstream.draft.text import Text
 from slipstream.draft.tree import Tree
 from slipstream.kernels.lookup import lookup
 
 
-class NGramDrafter:
+class NGramDrafter(Drafter):
     """Drafts from the prompt and the output so far. It costs microseconds, so it drafts first and is asked after.
 
     Its outlook is the length of the suffix that it found: the longer, the more often the draft is right.

@@ -34,20 +34,30 @@ def cycle(
         )
     with span("verify"):
         rows = state.tree_rows(slots, tree, extent)
-        logits = target.logits(target.forward(rows, state.kv))
+        hidden, features = target.forward(rows, state.kv, drafter.taps if drafter else ())
+        logits = target.logits(hidden)
     with span("accept"):
         sampling = None if is_greedy else state.sampling.rows(slots, tree.size + 1)
         path = accept(logits, tree, sampling, rows.positions)
     with span("commit"):
         state.commit(slots, tree, path)
+        if drafter and features is not None:
+            if not tree.is_chain:
+                features = features.gather(1, path.rows[..., None].expand(-1, -1, features.shape[-1]))
+            drafter.observe(state.text, slots, rows.prefix, features)
     return path
 
 
-def prefill(target: Target, state: State, slot: int, start: int, chunk: int) -> None:
-    """Computes the KV of a slot's text from `start` up to its last token, which is the root of the first cycle.
+def prefill(target: Target, drafter: Drafter | None, state: State, slot: int, chunk: int) -> None:
+    """Computes the KV of a slot's text up to its last token, which is the root of the first cycle.
 
     chunk: the most rows of one forward. The same kernels and bits as the verify step's (design rule 3).
     """
+    if drafter:
+        drafter.reset(slot)
     end = int(state.text.length[slot]) - 1
-    for begin in range(start, end, chunk):
-        target.forward(state.known_rows(slot, begin, min(begin + chunk, end)), state.kv)
+    for begin in range(0, end, chunk):
+        rows = state.known_rows(slot, begin, min(begin + chunk, end))
+        _, features = target.forward(rows, state.kv, drafter.taps if drafter else ())
+        if drafter and features is not None:
+            drafter.observe(state.text, rows.slots, rows.prefix, features)

@@ -18,7 +18,7 @@ from slipstream.engine.controller import SIZES, Controller, CostModel
 from slipstream.engine.cycle import cycle, prefill
 from slipstream.engine.output import Output
 from slipstream.engine.request import Chunk, Completion, SamplingParams
-from slipstream.engine.scheduler import Running, Scheduler
+from slipstream.engine.scheduler import PREFILL_CHUNK, Running, Scheduler
 from slipstream.engine.state import State
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.target.load import LoadedModel, load
@@ -56,7 +56,8 @@ class Engine:
         (`ngram`, a Drafter of your own, or None for plain decoding). dtype: of activations and KV (auto, float32,
         bfloat16). weights: the format of the linear layers (auto: as dtype; float32, bfloat16, int8, int4).
         max_length: the longest prompt + output in tokens (default: 2048, or what the model can). max_batch: requests
-        that run at once. threads: CPU threads of this whole process (default: what torch has). Raises SlipstreamError with what to do about it.
+        that run at once. threads: CPU threads of this whole process (default: what torch has). Raises SlipstreamError
+        with what to do about it.
         """
         if threads is not None:
             if threads < 1:
@@ -83,6 +84,8 @@ class Engine:
         self._state = State.allocate(
             target.kv_layout(), max_batch, max_length, _MAX_ROWS, self.model.dtype, torch.device(device)
         )
+        if self.drafter is not None:
+            self.drafter.attach(target, max_batch + 1, self._state.table.shape[1])
         self._controller: Controller | None = None
         self._scheduler = Scheduler(target, self._state, None)
 
@@ -269,7 +272,7 @@ class Engine:
         if is_first:
             made_up = [(7919 * index) % self.model.shape.vocab_size for index in range(context)]
             state.put(slot, made_up, 0.0, 0, 1.0, 0)
-            prefill(self.model.target, state, slot, 0, 256)
+            prefill(self.model.target, drafter, state, slot, PREFILL_CHUNK)
         state.text.length[slot] = context
         slots = torch.tensor([slot], device=state.table.device)
         start = perf_counter()
@@ -278,16 +281,13 @@ class Engine:
         return (perf_counter() - start) * 1e6
 
 
-class _Anything:
+class _Anything(Drafter):
     """Drafts arbitrary tokens: for measuring what a verify step costs."""
 
-    name, is_free, max_drafted = "anything", True, _MAX_ROWS - 1
+    name, max_drafted = "anything", _MAX_ROWS - 1
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
-
-    def outlook(self, text: Text, slots: torch.Tensor) -> torch.Tensor:
-        return torch.ones_like(slots)
 
     def draft(self, text: Text, slots: torch.Tensor, size: int) -> Tree:
         tokens = (torch.arange(size, device=slots.device) * 104729 % self._vocabulary).expand(len(slots), -1)

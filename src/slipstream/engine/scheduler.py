@@ -84,7 +84,7 @@ class Scheduler:
             self.state.put(
                 request.slot, request.prompt, params.temperature, params.top_k, params.top_p, params.seed
             )
-            prefill(self.target, self.state, request.slot, 0, PREFILL_CHUNK)
+            prefill(self.target, request.drafter, self.state, request.slot, PREFILL_CHUNK)
             request.began_s = perf_counter()
             request.stats.prompt_tokens = len(request.prompt)
             request.stats.prefill_s = request.began_s - start

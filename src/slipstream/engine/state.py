@@ -44,8 +44,9 @@ class State:
         """
         count, width = slots + 1, max_length + 2 * max_rows
         table = torch.arange(count * width, device=device).view(count, width)
+        # Zeros: a device's own attention multiplies what it masks, and NaN would survive that.
         kv = [
-            tuple(torch.empty(count * width, *part.shape, dtype=dtype, device=device) for part in layer)
+            tuple(torch.zeros(count * width, *part.shape, dtype=dtype, device=device) for part in layer)
             for layer in layout
         ]
         text = Text(

@@ -28,6 +28,7 @@ def attention(
     depth: Tensor | None,
     ancestors: Tensor | None,
     scale: float,
+    extent: int = 0,
 ) -> Tensor:
     """softmax(q K^T * scale) V for every row over its own keys.
 
@@ -35,12 +36,54 @@ def attention(
     each (slot, index). slots: int64 [B]. prefix: int64 [B], keys before the tree's root. depth: int64 [B, T], the
     root's is 0. ancestors: int64 [B, T, A], the tree rows on the path from the root to each row, root first, itself
     last (at `depth`), the rest unused. A chain (and a prefill) passes None for both: row t's depth is t.
-    Returns [B, T, H, D] in q's dtype; sums in float32.
+    extent: an upper bound of the keys that any row sees, for devices that must know it beforehand (0: the table's
+    width). Returns [B, T, H, D] in q's dtype; sums in float32.
     """
     if q.device.type == "cpu" and (ext := native()) is not None:
         out: Tensor = ext.attention(q, k_cache, v_cache, table, slots, prefix, depth, ancestors, scale)
         return out
+    if q.device.type != "cpu":
+        return _eager(q, k_cache, v_cache, table, slots, prefix, depth, ancestors, scale, extent)
     return attention_reference(q, k_cache, v_cache, table, slots, prefix, depth, ancestors, scale)
+
+
+def _eager(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    prefix: Tensor,
+    depth: Tensor | None,
+    ancestors: Tensor | None,
+    scale: float,
+    extent: int,
+) -> Tensor:
+    """The device library's own attention over gathered keys; bits depend on the shapes, so rule 3 does not hold."""
+    rows = q.shape[1]
+    length = min(extent or table.shape[1], table.shape[1])
+    cache_rows = table[slots, :length]
+    index = (
+        torch.arange(length, device=q.device) - prefix[:, None]
+    )  # of a key within the tree; negative before it
+    if depth is None or ancestors is None:
+        visible = index[:, None] <= torch.arange(rows, device=q.device)[:, None]
+    else:
+        on_path = torch.arange(ancestors.shape[2], device=q.device) <= depth[..., None]
+        nodes = torch.zeros(len(q), rows, rows + 1, dtype=torch.bool, device=q.device)
+        nodes.scatter_(2, torch.where(on_path, ancestors, rows), True)
+        nodes[..., rows] = False
+        within = index.clamp(0, rows)[:, None].expand(-1, rows, -1)
+        visible = (index < 0)[:, None] | nodes.gather(2, within)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k_cache[cache_rows].transpose(1, 2),
+        v_cache[cache_rows].transpose(1, 2),
+        attn_mask=visible[:, None],
+        scale=scale,
+        enable_gqa=q.shape[2] != k_cache.shape[1],
+    )
+    return out.transpose(1, 2)
 
 
 def attention_reference(

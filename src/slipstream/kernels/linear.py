@@ -117,8 +117,7 @@ def pack_many(count: int, fetch: Callable[[int], Weight | Sequence[Weight]], for
     """
     first = _parts(fetch(0))
     n, k = sum(_shape(part)[0] for part in first), _shape(first[0])[1]
-    device = (first[0].q if isinstance(first[0], QuantisedWeight) else first[0]).device
-    if device.type != "cpu" or (ext := native()) is None:
+    if _device(first[0]).type != "cpu" or (ext := native()) is None:
         return _unpacked(count, lambda i: first if i == 0 else _parts(fetch(i)), format)
     packed = ext.allocate_packed(count, n, k, format)
     panels = -(-n // PANEL)
@@ -136,7 +135,9 @@ def pack_many(count: int, fetch: Callable[[int], Weight | Sequence[Weight]], for
 
 
 def _unpacked(count: int, fetch: Callable[[int], Sequence[Weight]], format: Format) -> PackedWeight:
-    """What the reference reads."""
+    """What the reference reads; beyond the CPU, where only dense formats run so far, quantised weights as bfloat16."""
+    if format in ("q8_0", "q4_1") and _device(fetch(0)[0]).type != "cpu":
+        format = "bfloat16"
     every = [_converted(stacked(fetch(index)), format) for index in range(count)]
     data, scale, minimum = (
         torch.cat([tensor for tensor in tensors if tensor is not None]) if tensors[0] is not None else None
@@ -169,6 +170,10 @@ def dense(weight: Weight) -> Tensor:
 
 def _parts(weight: Weight | Sequence[Weight]) -> Sequence[Weight]:
     return [weight] if isinstance(weight, Tensor | QuantisedWeight) else weight
+
+
+def _device(weight: Weight) -> torch.device:
+    return (weight.q if isinstance(weight, QuantisedWeight) else weight).device
 
 
 def _shape(weight: Weight) -> torch.Size:
@@ -229,7 +234,20 @@ def linear(x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None
             out_dtype or x.dtype,
         )
         return y
+    if weight.data.device.type != "cpu":
+        return _eager(x, weight, out_dtype)
     return reference(x, weight, out_dtype)
+
+
+def _eager(x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None) -> Tensor:
+    """The device library's own product: fast, but a row's bits depend on how many rows there are."""
+    dtype, out_dtype = weight.data.dtype, out_dtype or x.dtype
+    if out_dtype == torch.float32 and dtype != torch.float32:  # logits: what was summed in float32 stays so
+        rows = torch.mm(x.to(dtype).flatten(0, -2), weight.data.T, out_dtype=torch.float32)
+        y = rows.view(*x.shape[:-1], weight.out_features)
+        return y if weight.bias is None else y + weight.bias
+    bias = None if weight.bias is None else weight.bias.to(dtype)
+    return torch.nn.functional.linear(x.to(dtype), weight.data, bias).to(out_dtype)
 
 
 def reference(x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None) -> Tensor:

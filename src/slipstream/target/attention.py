@@ -160,7 +160,16 @@ class LatentAttention:
 
 def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, scale: float) -> Tensor:
     return attention(
-        q, k_cache, v_cache, rows.table, rows.slots, rows.prefix, rows.depth, rows.ancestors, scale
+        q,
+        k_cache,
+        v_cache,
+        rows.table,
+        rows.slots,
+        rows.prefix,
+        rows.depth,
+        rows.ancestors,
+        scale,
+        rows.extent,
     )
 
 

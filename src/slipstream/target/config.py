@@ -133,13 +133,15 @@ def _llama(config: Config) -> ModelShape:
         family="llama",
         **_common(config),
         **_heads(config),
-        rope=_rope(config),
+        rope=read_rope(config),
         mlp_bias=bool(config.get("mlp_bias", False)),
     )
 
 
 def _qwen3(config: Config) -> ModelShape:
-    return ModelShape(family="qwen3", **_common(config), **_heads(config), rope=_rope(config), qk_norm=True)
+    return ModelShape(
+        family="qwen3", **_common(config), **_heads(config), rope=read_rope(config), qk_norm=True
+    )
 
 
 def _qwen3_moe(config: Config) -> ModelShape:
@@ -167,7 +169,7 @@ def _deepseek_v3(config: Config) -> ModelShape:
         value_dim=int(config["v_head_dim"]),
     )
     head_dim = latent.nope_dim + latent.rope_dim
-    rope = replace(_rope(config), interleaved=bool(config.get("rope_interleave", True)))
+    rope = replace(read_rope(config), interleaved=bool(config.get("rope_interleave", True)))
     found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     scale = head_dim**-0.5
     if rope.scaling != "default" and found.get("mscale_all_dim"):
@@ -226,7 +228,7 @@ def _checked(experts: Experts) -> Experts:
     return experts
 
 
-def _rope(config: Config) -> Rope:
+def read_rope(config: Config) -> Rope:
     """Its parameters as transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`) write them."""
     found: dict[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     theta = float(found.get("rope_theta") or config.get("rope_theta") or 10000.0)

@@ -6,6 +6,7 @@ their layers' attention (`target/attention.py`) and MLP (`target/mlp.py`), which
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +44,7 @@ class Decoder:
         dtype: of activations and KV. format: of the linear layers' weights; with `q4_1` the output layer is `q8_0`,
         as quantised checkpoints keep it. positions: how far the rotary tables reach.
         """
-        self.shape = shape
+        self.shape, self.dtype = shape, dtype
         load = Loader(fetch, dtype, format, device)
         table, head = "model.embed_tokens.weight", "q8_0" if format == "q4_1" else format
         self._head = pack(load.weight(table if shape.tie_embeddings else "lm_head.weight"), head)
@@ -62,16 +63,21 @@ class Decoder:
         layers = sum(layer.attention.weight_bytes + layer.mlp.weight_bytes for layer in self._layers)
         return layers + self._head.nbytes
 
-    def forward(self, rows: Rows, kv: KVCache) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._embedding[tokens]
+
+    def forward(self, rows: Rows, kv: KVCache, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
         with span("embed"):
-            residual = self._embedding[rows.tokens]
-        eps, hidden = self.shape.rms_norm_eps, None
-        for layer, cache in zip(self._layers, kv, strict=True):
+            residual = self.embed(rows.tokens)
+        eps, hidden, features = self.shape.rms_norm_eps, None, []
+        for index, (layer, cache) in enumerate(zip(self._layers, kv, strict=True)):
             with span("norm"):
                 if hidden is None:
                     hidden = rms_norm(residual, layer.attention_norm, eps)
                 else:
                     hidden = add_rms_norm_(hidden, residual, layer.attention_norm, eps)
+            if index in taps:
+                features.append(residual.clone())  # what follows adds to it in place
             with span("attention"):
                 hidden = layer.attention(hidden, rows, cache)
             with span("norm"):
@@ -80,7 +86,10 @@ class Decoder:
                 hidden = layer.mlp(hidden)
         assert hidden is not None
         with span("norm"):
-            return add_rms_norm_(hidden, residual, self._norm, eps)
+            hidden = add_rms_norm_(hidden, residual, self._norm, eps)
+        if len(self._layers) in taps:
+            features.append(residual)
+        return hidden, torch.cat(features, -1) if features else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         with span("lm_head"):
