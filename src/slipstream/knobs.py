@@ -3,6 +3,8 @@
 | variable | values | what it does |
 |---|---|---|
 | `SLIPSTREAM_KERNELS` | `native` (default), `reference` | `reference`: plain torch even where a C++ kernel exists |
+| `SLIPSTREAM_DEBUG` | anything | an unexpected error shows its traceback |
+| `GOMP_SPINCOUNT` | a number | OpenMP's own: how long threads wait without sleeping; set to 1000 unless it is set |
 | `SLIPSTREAM_CACHE` | a folder | where built kernels and measured costs are kept (default `~/.cache/slipstream`) |
 """
 
@@ -11,12 +13,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from slipstream.errors import SlipstreamError
+
 
 def use_native_kernels() -> bool:
     """False when `SLIPSTREAM_KERNELS=reference`; any other value than the two known ones is an error."""
     value = os.environ.get("SLIPSTREAM_KERNELS", "native")
     if value not in ("native", "reference"):
-        raise ValueError(f"SLIPSTREAM_KERNELS={value}: known values are native, reference")
+        raise SlipstreamError(f"SLIPSTREAM_KERNELS={value}: known values are native, reference")
     return value == "native"
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import slipstream
 from slipstream.cli import main
-from slipstream.cli.generate import UNSUPPORTED
+from slipstream.cli.unsupported import UNSUPPORTED
 from slipstream.errors import ModelError
 from slipstream.target.named import names
 from tests.lab.fake import FakeEngine

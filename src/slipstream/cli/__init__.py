@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
 import typer
 
 from slipstream.cli import diagnose, generate, shape
+from slipstream.cli.unsupported import RefusesUnsupported
 from slipstream.errors import SlipstreamError
 
 app = typer.Typer(
@@ -17,9 +19,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("diagnose")(diagnose.diagnose)
+app.command("diagnose", cls=RefusesUnsupported)(diagnose.diagnose)
 app.command("shape")(shape.shape)
-app.command("generate", cls=generate.RefusesUnsupported)(generate.generate)
+app.command("generate", cls=RefusesUnsupported)(generate.generate)
 
 
 def _print_version(asked: bool) -> None:
@@ -48,4 +50,14 @@ def main(argv: list[str] | None = None) -> None:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception as error:
+        if os.environ.get("SLIPSTREAM_DEBUG"):
+            raise
+        first = next(iter(str(error).splitlines()), "")
+        print(
+            f"error: {type(error).__name__}: {first} (a defect of slipstream; SLIPSTREAM_DEBUG=1 shows where)",
+            file=sys.stderr,
+        )
+        sys.exit(1)

@@ -82,6 +82,9 @@ def diagnose(
         print(
             f"error: the speculative text differs from the plain text for prompt {numbers}", file=sys.stderr
         )
+    if found.error:
+        print(f"error: it ended early: {' '.join(found.error.split())}", file=sys.stderr)
+        raise typer.Exit(1)
     if found.partial:
         raise typer.Exit(130)
     if found.failed or found.mismatches:

@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from slipstream.cli.options import Draft, Dtype, Weights
 from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
     from slipstream.engine.request import Stats
-
-UNSUPPORTED = {
-    "--presence-penalty": "penalties are not supported yet",
-    "--frequency-penalty": "penalties are not supported yet",
-    "--repetition-penalty": "penalties are not supported yet",
-    "--logprobs": "log-probabilities are not supported yet",
-    "--grammar": "grammars are not supported yet",
-    "--json-schema": "grammars are not supported yet",
-    "--min-p": "min-p sampling is not supported yet; --top-p and --top-k are",
-    "--n": "several answers to one prompt are not supported yet; run the command again with another --seed",
-}
-"""Options that people expect: refused by name, because an option that is ignored gives a wrong answer silently."""
-
-
-class RefusesUnsupported(TyperCommand):
-    """A command that names what it cannot do instead of calling it unknown."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Looks for unsupported options first."""
-        before_end = args[: args.index("--")] if "--" in args else args
-        for arg in before_end:
-            name = arg.split("=", 1)[0]
-            if name in UNSUPPORTED:
-                raise RequestError(f"{name}: {UNSUPPORTED[name]}")
-        return super().parse_args(ctx, args)
 
 
 def generate(
@@ -74,6 +49,10 @@ def generate(
     """Answer one prompt, streamed to the terminal."""
     from slipstream.engine.request import SamplingParams
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # a terminal that cannot show a letter must not end the text
     text = _read_stdin() if prompt == "-" else prompt
     if not text.strip():
         raise RequestError("the prompt is empty")
@@ -109,6 +88,8 @@ def generate(
 
 
 def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise RequestError("the prompt was to come from the standard input, which is closed")
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:

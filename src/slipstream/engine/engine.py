@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from statistics import median
 from time import perf_counter
 from typing import Literal
@@ -27,6 +28,8 @@ Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 """A user's message, a conversation as a list of {"role": ..., "content": ...}, or token ids as they are."""
 DRAFTERS = ("ngram",)
 _MAX_ROWS = max(SIZES) + 1
+_THREADS_PER_CPU = 4
+"""More threads than that are a mistake: they would wait for each other."""
 _MAX_LENGTH = 2048
 """The longest text unless another limit is asked for: KV is allocated for it."""
 
@@ -62,6 +65,8 @@ class Engine:
         if threads is not None:
             if threads < 1:
                 raise SlipstreamError(f"threads is {threads}; it must be at least 1")
+            if threads > _THREADS_PER_CPU * (os.cpu_count() or 1):
+                raise SlipstreamError(f"threads is {threads}; this machine has {os.cpu_count()} CPUs")
             torch.set_num_threads(threads)
         if (max_length is not None and max_length < 2) or max_batch < 1:
             raise SlipstreamError("max_length must be at least 2 and max_batch at least 1")
@@ -72,13 +77,10 @@ class Engine:
             weights=weights,
             device=device,
             positions=(max_length or _MAX_LENGTH) + 2 * _MAX_ROWS,
+            longest=max_length,
         )
-        limit = self.model.shape.max_positions
-        max_length = min(_MAX_LENGTH, limit) if max_length is None else max_length
-        if max_length > limit:
-            raise SlipstreamError(
-                f"max_length is {max_length}, but {self.model.name} goes up to {limit} tokens"
-            )
+        if max_length is None:
+            max_length = min(_MAX_LENGTH, self.model.shape.max_positions)
         self.max_length = max_length
         target = self.model.target
         self._state = State.allocate(
@@ -142,17 +144,21 @@ class Engine:
         Several streams may be open at once: they run as a batch, each as far as the most eager reader asks.
         """
         request = self._request(prompt, params or SamplingParams(), raw, speculate, draft_tokens)
-        for _, chunk in self._run([request]):
-            yield chunk
+        return (chunk for _, chunk in self._run([request]))
 
     def tokens_of(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """The prompt's token ids as the model will see them."""
         tokenizer = self.model.tokenizer
         if not isinstance(prompt, str):
-            ids = [each for each in prompt if isinstance(each, int)]
+            ids = [int(each) for each in prompt if isinstance(each, Integral)]
             if len(ids) == len(prompt):
                 return ids
-            return tokenizer.encode_chat([dict(each) for each in prompt if not isinstance(each, int)])
+            messages = [dict(each) for each in prompt if isinstance(each, Mapping)]
+            if len(messages) < len(prompt):
+                raise RequestError("a prompt is a text, a list of messages, or a list of token ids")
+            return tokenizer.encode_chat(messages)
+        if not _is_text(prompt):
+            raise RequestError("the prompt is not valid Unicode text")
         if raw or not prompt:
             return tokenizer.encode(prompt)
         return tokenizer.encode_chat([{"role": "user", "content": prompt}])
@@ -215,7 +221,7 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams, raw: bool, speculate: bool, draft_tokens: int | None
     ) -> Running:
         tokens = self.tokens_of(prompt, raw=raw)
-        if not prompt or not tokens:
+        if not tokens:
             raise RequestError("the prompt is empty")
         vocabulary = self.model.shape.vocab_size
         if max(tokens) >= vocabulary or min(tokens) < 0:
@@ -261,7 +267,7 @@ class Engine:
                 if round_:
                     measured[size].append(elapsed_us)
         costs = CostModel({size + 1: median(times) for size, times in measured.items()})
-        self._controller = Controller(costs, max(sizes), drafter.is_free)
+        self._controller = Controller(costs, drafter.max_drafted, drafter.is_free)
         self._scheduler.controller = self._controller
 
     @torch.inference_mode()
@@ -292,6 +298,15 @@ class _Anything(Drafter):
     def draft(self, text: Text, slots: torch.Tensor, size: int) -> Tree:
         tokens = (torch.arange(size, device=slots.device) * 104729 % self._vocabulary).expand(len(slots), -1)
         return Tree.chain(tokens, torch.ones_like(tokens, dtype=torch.bool))
+
+
+def _is_text(prompt: str) -> bool:
+    """False for what UTF-8 cannot hold, as bytes that were no text leave behind."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _drafter(draft: str | Drafter | None) -> Drafter | None:

@@ -12,13 +12,17 @@ FinishReason = Literal["stop", "length"]
 """`stop`: an end-of-text token or a stop string; `length`: max_new_tokens was reached."""
 
 
+COLDEST = 1e-4
+"""The lowest temperature that is sampled with."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen. The defaults are greedy decoding of up to 256 tokens."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
-    """0 is greedy."""
+    """0 is greedy, and so is anything below `COLDEST`: dividing by less would overflow."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps every token."""
@@ -29,6 +33,12 @@ class SamplingParams:
     """Goes on past the end-of-text token, as benchmarks of a fixed length need."""
 
     def __post_init__(self) -> None:
+        stop: object = self.stop
+        if isinstance(stop, str):  # it would be taken letter by letter
+            object.__setattr__(self, "stop", (stop,))
+        for name in ("max_new_tokens", "top_k", "seed"):
+            if not isinstance(getattr(self, name), int):
+                raise RequestError(f"{name} is {getattr(self, name)!r}; it must be a whole number")
         checks = (
             (self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}; it must be at least 1"),
             (
@@ -36,13 +46,21 @@ class SamplingParams:
                 f"temperature is {self.temperature}; it must be 0 (greedy) or more",
             ),
             (0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1"),
-            (self.top_k >= 0, f"top_k is {self.top_k}; it must be 0 (off) or more"),
+            (
+                0 <= self.top_k < 2**63,
+                f"top_k is {self.top_k}; it must be 0 (off) or more, and fit into 64 bits",
+            ),
             (-(2**63) <= self.seed < 2**63, f"seed is {self.seed}; it must fit into 64 bits"),
             (all(self.stop), "a stop string is empty"),
         )
         for holds, message in checks:
             if not holds:
                 raise RequestError(message)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every token is the likeliest."""
+        return self.temperature < COLDEST
 
 
 @dataclass
@@ -53,7 +71,7 @@ class Stats:
     new_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    """From the end of the prefill to the last token, every cycle included."""
+    """Of all its cycles, each as long as it took; other requests' prefills and whoever reads the text not included."""
     cycles: int = 0
     cycles_by_drafted: dict[int, int] = field(default_factory=dict)
     """How many cycles verified this many drafted tokens; 0 is a plain cycle."""

@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from slipstream.draft.drafter import Drafter
+from slipstream.draft.drafter import OUTLOOKS, Drafter
 from slipstream.engine.controller import Controller
 from slipstream.engine.cycle import cycle, prefill
 from slipstream.engine.output import Output
@@ -37,7 +37,6 @@ class Running:
     """A fixed number of drafted tokens instead of the controller's choice."""
     stats: Stats = field(default_factory=Stats)
     slot: int = -1
-    began_s: float = 0.0
     chunks: deque[Chunk] = field(default_factory=deque)
     """What came of it and was not fetched yet; the one with a finish reason is the last."""
 
@@ -82,12 +81,16 @@ class Scheduler:
             start = perf_counter()
             params = request.params
             self.state.put(
-                request.slot, request.prompt, params.temperature, params.top_k, params.top_p, params.seed
+                request.slot,
+                request.prompt,
+                0.0 if params.is_greedy else params.temperature,
+                params.top_k,
+                params.top_p,
+                params.seed,
             )
             prefill(self.target, request.drafter, self.state, request.slot, PREFILL_CHUNK)
-            request.began_s = perf_counter()
             request.stats.prompt_tokens = len(request.prompt)
-            request.stats.prefill_s = request.began_s - start
+            request.stats.prefill_s = perf_counter() - start
 
     def _cycle(self, group: list[Running]) -> None:
         start = perf_counter()
@@ -96,7 +99,7 @@ class Scheduler:
         outlooks = self._outlooks(drafter, slots, len(group))
         size = self._size(group[0], outlooks)
         longest = max(len(each.prompt) + each.stats.new_tokens for each in group)
-        is_greedy = all(each.params.temperature == 0 for each in group)
+        is_greedy = all(each.params.is_greedy for each in group)
         shadows = self._shadow_drafts(drafter, slots, group, outlooks) if size == 0 else {}
         path = cycle(self.target, drafter, self.state, slots, size, longest + size, is_greedy)
         accepted, tokens = path.accepted.tolist(), path.tokens.tolist()
@@ -107,6 +110,9 @@ class Scheduler:
             self._learn(request, outlooks[index], size, accepted[index], committed, shadows.get(request.slot))
             drafted = size if outlooks[index] else 0
             request.chunks.append(self._push(request, committed, drafted, accepted[index]))
+        elapsed_s = perf_counter() - start
+        for request in group:
+            request.stats.decode_s += elapsed_s
 
     def _batch(self, slots: list[int]) -> Tensor:
         """The slots as a tensor, padded to a bucket."""
@@ -124,7 +130,7 @@ class Scheduler:
         if drafter is None:
             return [0] * count
         with span("draft"):
-            outlooks: list[int] = drafter.outlook(self.state.text, slots).tolist()
+            outlooks: list[int] = drafter.outlook(self.state.text, slots).clamp(0, OUTLOOKS - 1).tolist()
         return outlooks[:count]
 
     def _size(self, request: Running, outlooks: list[int]) -> int:
@@ -181,7 +187,6 @@ class Scheduler:
         for position in range(min(accepted + 1, drafted)):
             stats.tried[position] += 1
             stats.accepted[position] += position < accepted
-        stats.decode_s = perf_counter() - request.began_s
         if output.finish_reason is None:
             return Chunk(text, taken)
         self._release(request)

@@ -109,7 +109,9 @@ class Diagnosis:
     step_us: dict[int, float] = field(default_factory=dict)
     """Microseconds of verify, accept and commit together, by the number of rows; as the engine measures them."""
     partial: bool = False
-    """It was interrupted before the end."""
+    """It ended before the end."""
+    error: str | None = None
+    """What ended it, where that was not the user."""
 
     @property
     def mismatches(self) -> list[PromptResult]:
@@ -155,6 +157,7 @@ class Diagnosis:
             failed={int(number): why for number, why in value["failed"].items()},
             step_us={int(rows): us for rows, us in value["step_us"].items()},
             partial=value["partial"],
+            error=value.get("error"),
             **costs,
         )
 
@@ -191,6 +194,8 @@ def diagnose(
         progress("done", total, total)
     except KeyboardInterrupt:
         diagnosis.partial = True
+    except Exception as error:  # minutes of measuring must not be lost to whatever it is
+        diagnosis.partial, diagnosis.error = True, f"{type(error).__name__}: {error}"
     return diagnosis
 
 

@@ -85,4 +85,6 @@ def _parse_json(line: str, where: str) -> Prompt:
         raise SlipstreamError(f"{where}: unknown kind {value['kind']!r}; known are {', '.join(KINDS)}")
     if not isinstance(value["prompt"], str) or not value["prompt"].strip():
         raise SlipstreamError(f"{where}: the prompt must be a text that is not empty")
+    if any("\ud800" <= letter <= "\udfff" for letter in value["prompt"]):
+        raise SlipstreamError(f"{where}: the prompt holds half a surrogate pair, which is not text")
     return Prompt(kind=value["kind"], prompt=value["prompt"])

@@ -94,7 +94,11 @@ def check_writable(folder: Path) -> list[Path]:
         raise SlipstreamError(f"cannot write the report to {folder}: it is, or lies in, a file") from None
     except OSError as error:
         raise SlipstreamError(f"cannot write the report to {folder}: {error.strerror}") from None
-    return [path for name in (JSON_NAME, HTML_NAME) if (path := folder / name).exists()]
+    present = [path for name in (JSON_NAME, HTML_NAME) if (path := folder / name).exists()]
+    for path in present:
+        if path.is_dir():
+            raise SlipstreamError(f"cannot write {path}: it is a folder")
+    return present
 
 
 def _write(path: Path, text: str) -> None:

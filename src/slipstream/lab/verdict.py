@@ -18,6 +18,8 @@ EXPLAINED = (
 
 NOTICEABLE = 0.03
 """A speed-up or slow-down under 3 % is called even: nobody would notice it, and machines drift as much."""
+ENOUGH = 2
+"""One prompt has no spread that could say anything about the next one."""
 GUESSABLE = 1.3
 """Tokens a cycle above which the guesses count as good: a verify step as cheap as a plain one would then pay well."""
 
@@ -99,6 +101,11 @@ def _compare(summary: Summary, overall: Comparison) -> Verdict:
 
 
 def _even(summary: Summary, overall: Comparison) -> str:
+    if overall.prompts < ENOUGH:
+        return (
+            f"One prompt cannot tell whether speculative decoding pays here: it wrote exactly the same text "
+            f"{overall.speedup:.2f} times as fast; measure more."
+        )
     if abs(overall.speedup - 1) > NOTICEABLE:
         return (
             f"These {overall.prompts} prompts cannot tell whether speculative decoding pays here: it wrote exactly the "
@@ -127,12 +134,12 @@ def _yield(tokens: float) -> str:
 
 
 def _pays(one: Comparison) -> bool:
-    """Noticeably faster, and not by luck: the whole interval lies above 1."""
-    return one.speedup > 1 + NOTICEABLE and one.low > 1
+    """Noticeably faster, and not by luck: the whole interval lies above 1, and of more than a few prompts."""
+    return one.prompts >= ENOUGH and one.speedup > 1 + NOTICEABLE and one.low > 1
 
 
 def _hurts(one: Comparison) -> bool:
-    return one.speedup < 1 - NOTICEABLE and one.high < 1
+    return one.prompts >= ENOUGH and one.speedup < 1 - NOTICEABLE and one.high < 1
 
 
 def _join(words: list[str]) -> str:

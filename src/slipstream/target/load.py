@@ -50,9 +50,16 @@ class LoadedModel:
 
 
 def load(
-    model: str = DEFAULT, *, dtype: str = "auto", weights: str = "auto", device: str = "cpu", positions: int
+    model: str = DEFAULT,
+    *,
+    dtype: str = "auto",
+    weights: str = "auto",
+    device: str = "cpu",
+    positions: int,
+    longest: int | None = None,
 ) -> LoadedModel:
-    """Loads a model; see Engine for the arguments. positions: how far its rotary tables reach.
+    """Loads a model; see Engine for the arguments. positions: how far its rotary tables reach. longest: a length that
+    it must be able to reach.
 
     Raises ModelError, before any weight is read where the reason can be known before.
     """
@@ -61,6 +68,8 @@ def load(
     path = _locate(model)
     checkpoint = SafetensorsFolder(path) if path.is_dir() else GGUFFile(path)
     shape = checkpoint.shape
+    if longest is not None and longest > shape.max_positions:
+        raise ModelError(f"max_length is {longest}, but {model} goes up to {shape.max_positions} tokens")
     _check(path, checkpoint.sizes(), weight_names(shape))
     if FORMATS[format] in ("q8_0", "q4_1"):
         _check_groups(shape, format)
@@ -106,10 +115,14 @@ def _locate(model: str) -> Path:
         raise ModelError("no model was named")
     if model == DEFAULT:
         return _packaged()
-    path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(model).expanduser()
+        is_dir, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a home that does not exist, a zero byte
+        raise ModelError(f"{model[:60]!r} cannot be a path: {error}") from None
+    if is_dir:
         return path
-    if path.is_file():
+    if is_file:
         if path.suffix != ".gguf":
             raise ModelError(
                 f"{path} is not a .gguf file; a model is such a file, or a folder with config.json"

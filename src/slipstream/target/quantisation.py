@@ -45,6 +45,8 @@ def read_quantisation(config: Mapping[str, Any] | None) -> Quantisation | None:
     """From a config's `quantization_config`. Raises ModelError naming whatever is not supported."""
     if not config:
         return None
+    if not isinstance(config, Mapping):
+        raise ModelError(f"the model's quantization_config is {config!r}, not an object")
     method = config.get("quant_method")
     if method == "fp8":
         block = config.get("weight_block_size")
