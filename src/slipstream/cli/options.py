@@ -9,6 +9,7 @@ class Draft(StrEnum):
     """What guesses the next tokens."""
 
     NGRAM = "ngram"
+    EAGLE3 = "eagle3"
     NONE = "none"
 
     @property

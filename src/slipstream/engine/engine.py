@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from slipstream.draft.drafter import Drafter
+from slipstream.draft.eagle3.drafter import SMOLLM2_HEAD, Eagle3Drafter
 from slipstream.draft.ngram import NGramDrafter
 from slipstream.draft.text import Text
 from slipstream.draft.tree import Tree
@@ -26,7 +27,7 @@ from slipstream.target.load import LoadedModel, load
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 """A user's message, a conversation as a list of {"role": ..., "content": ...}, or token ids as they are."""
-DRAFTERS = ("ngram",)
+DRAFTERS = ("ngram", "eagle3")
 _MAX_ROWS = max(SIZES) + 1
 _THREADS_PER_CPU = 4
 """More threads than that are a mistake: they would wait for each other."""
@@ -56,7 +57,7 @@ class Engine:
         """Loads a model.
 
         model: a name (`smollm2-135m`), a directory, a .gguf file, or a Hugging Face id. draft: what proposes tokens
-        (`ngram`, a Drafter of your own, or None for plain decoding). dtype: of activations and KV (auto, float32,
+        (`ngram`, `eagle3` for SmolLM2, a Drafter of your own, or None for plain decoding). dtype: of activations and KV (auto, float32,
         bfloat16). weights: the format of the linear layers (auto: as dtype; float32, bfloat16, int8, int4).
         max_length: the longest prompt + output in tokens (default: 2048, or what the model can). max_batch: requests
         that run at once. threads: CPU threads of this whole process (default: what torch has). Raises SlipstreamError
@@ -310,8 +311,10 @@ def _is_text(prompt: str) -> bool:
 
 
 def _drafter(draft: str | Drafter | None) -> Drafter | None:
+    if not isinstance(draft, str):
+        return draft
     if draft == "ngram":
         return NGramDrafter()
-    if isinstance(draft, str):
-        raise SlipstreamError(f"unknown drafter {draft!r}; known are {', '.join(DRAFTERS)}, or none")
-    return draft
+    if draft == "eagle3":
+        return Eagle3Drafter(SMOLLM2_HEAD)
+    raise SlipstreamError(f"unknown drafter {draft!r}; known are {', '.join(DRAFTERS)}, or none")

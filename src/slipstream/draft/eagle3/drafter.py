@@ -28,6 +28,8 @@ from slipstream.kernels.sampling import argmax
 from slipstream.target.family import Target
 from slipstream.target.rotary import rotary_tables
 
+SMOLLM2_HEAD = Path(__file__).parent / "heads" / "smollm2-135m"
+"""The head that is shipped, for SmolLM2-135M-Instruct."""
 _RING = 1024
 """States that wait for a request's next draft; a power of two, and several prefill chunks."""
 _MARGIN = 64
