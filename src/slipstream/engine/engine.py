@@ -57,8 +57,9 @@ class Engine:
         """Loads a model.
 
         model: a name (`smollm2-135m`), a directory, a .gguf file, or a Hugging Face id. draft: what proposes tokens
-        (`ngram`, `eagle3` for SmolLM2, a Drafter of your own, or None for plain decoding). dtype: of activations and KV (auto, float32,
-        bfloat16). weights: the format of the linear layers (auto: as dtype; float32, bfloat16, int8, int4).
+        (`ngram`, `eagle3` for SmolLM2, a Drafter of your own, or None for plain decoding). dtype: of activations and
+        KV (auto, float32, bfloat16). weights: the format of the linear layers (auto: as dtype; float32, bfloat16,
+        int8, int4).
         max_length: the longest prompt + output in tokens (default: 2048, or what the model can). max_batch: requests
         that run at once. threads: CPU threads of this whole process (default: what torch has). Raises SlipstreamError
         with what to do about it.
