@@ -127,7 +127,7 @@ def test_a_long_wait_before_the_next_draft(tmp_path, monkeypatch):
     drafts = []
     for prompt_length in (1, 90):
         drafter = Recorded(tmp_path / "head")
-        engine = slipstream.Engine(str(tmp_path), draft=drafter, dtype="float32", max_length=220, max_batch=1)
+        engine = slipstream.Engine(str(tmp_path), draft=drafter, dtype="float32", max_length=256, max_batch=1)
         prompt = engine.generate(
             [5], SamplingParams(max_new_tokens=160, ignore_eos=True), speculate=False
         ).token_ids
