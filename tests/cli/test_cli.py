@@ -244,6 +244,7 @@ def test_real_interrupt_signal(tmp_path: Path) -> None:
     process = subprocess.Popen(
         argv,
         cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -75,7 +75,11 @@ def test_parts_explain_the_cycle(measured: dict[str, Any]) -> None:
 def test_interrupt_in_the_middle(tmp_path: Path) -> None:
     argv = ["diagnose", "--max-new-tokens", "24", "--out", str(tmp_path)]
     process = subprocess.Popen(
-        [*SLIPSTREAM, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*SLIPSTREAM, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
     )
     assert process.stderr is not None
     for line in process.stderr:
