@@ -202,21 +202,24 @@ def group_of(weight: PackedWeight, group: int) -> PackedWeight:
     )
 
 
-def linear_heads(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x [..., G, K], each of its G heads times the weight of its own: [..., G, N] in x's dtype."""
+def linear_heads(x: Tensor, weight: PackedWeight, out: Tensor | None = None) -> Tensor:
+    """x [..., G, K], each of its G heads times the weight of its own: [..., G, N] in x's dtype.
+
+    Written to `out` if there is one. Both may be slices of wider tensors: only the last dimension is contiguous.
+    """
     if weight.is_native:
         ext = native()
         assert ext is not None
         y: Tensor = ext.linear_heads(
-            x, weight.data, weight.format, weight.groups, weight.out_features, weight.in_features
+            x, weight.data, weight.format, weight.groups, weight.out_features, weight.in_features, out
         )
         return y
-    return linear_heads_reference(x, weight)
+    return linear_heads_reference(x, weight, out)
 
 
-def linear_heads_reference(x: Tensor, weight: PackedWeight) -> Tensor:
-    heads = [linear(x[..., g, :], group_of(weight, g)) for g in range(weight.groups)]
-    return torch.stack(heads, dim=-2)
+def linear_heads_reference(x: Tensor, weight: PackedWeight, out: Tensor | None = None) -> Tensor:
+    heads = torch.stack([linear(x[..., g, :], group_of(weight, g)) for g in range(weight.groups)], dim=-2)
+    return heads if out is None else out.copy_(heads)
 
 
 def linear(x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None) -> Tensor:
