@@ -2,7 +2,8 @@
 
     python -m bench.experts_bench [--format bfloat16] [--rows 1 8 512] [--repeats 9] [--threads 2]
 
-A floor is the weights that are reached, read once, or the arithmetic at torch's best rate: the longer of the two. A
+A floor is the weights that are reached, read once, or the arithmetic at torch's best bfloat16 rate (for the other
+formats that rate is a yardstick, not a bound): the longer of the two. A
 neighbour on the machine changes both from second to second, so they are measured again in every repetition, beside
 everything else: `min` is compared with the best ceilings seen, `median ratio` is of times and ceilings of one
 repetition. A pass visits layers with weights of their own, more than a cache holds. `products` is what the experts'

@@ -290,6 +290,13 @@ def test_experts_of_shapes_that_fill_no_vector():
 
 
 @needs_native
+def test_no_rows_through_experts():
+    up, down = packed_experts(3, 32, 32, "bfloat16")
+    nobody = torch.empty(0, 2, dtype=torch.int64)
+    assert experts(torch.empty(0, 32), nobody, torch.empty(0, 2), up, down).shape == (0, 32)
+
+
+@needs_native
 def test_weights_are_fetched_one_at_a_time_and_packed_in_one_piece():
     """Nothing that `fetch` gave is held when the next is asked for."""
     alive: list[weakref.ref[torch.Tensor]] = []

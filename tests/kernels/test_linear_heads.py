@@ -125,6 +125,16 @@ def test_threads_and_companions_do_not_change_a_row():
     assert torch.equal(results[0], results[2])
 
 
+def test_out_may_be_x():
+    """All of x is taken in before anything is written, on one thread or several."""
+    weight, x = heads_of(3, 64, 64, "float32"), made(60, 3, 64)
+    want = linear_heads(x, weight)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        place = x.clone()
+        assert torch.equal(linear_heads(place, weight, place), want)
+
+
 @needs_native
 def test_impossible_outputs_are_refused():
     weight, x = heads_of(2, 32, 32, "float32"), made(3, 2, 32)
