@@ -101,3 +101,59 @@ def test_positions_and_rows_out_of_range_are_refused(argument, value):
     arguments[argument][0, 0] = value
     with pytest.raises(RuntimeError, match="out of range"):
         latent_rope_write(*arguments)
+
+
+def strided(batch, rows, dtype=torch.bfloat16):
+    """A case whose q and kv are some rows of a longer batch, heads before rows in q's memory."""
+    arguments = list(case(dtype, batch, rows))
+    q, kv = arguments[:2]
+    longer = torch.zeros(batch, 6, rows + 5, q.shape[-1] + 3).to(dtype)
+    arguments[0] = longer[:, 1:5, 2 : 2 + rows, 1:-2].transpose(1, 2)
+    arguments[0].copy_(q)
+    arguments[1] = torch.zeros(batch, rows + 5, kv.shape[-1]).to(dtype)[:, 2 : 2 + rows]
+    arguments[1].copy_(kv)
+    return arguments, longer
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(1, 1), (1, 4), (4, 1), (3, 5)])
+def test_strides_do_not_matter(batch, rows):
+    """One row of a longer batch, and one batch of many rows, have strides that no contiguous tensor has."""
+    plain, (arguments, longer) = case(torch.bfloat16, batch, rows), strided(batch, rows)
+    latent_rope_write(*plain)
+    latent_rope_write(*arguments)
+    assert torch.equal(arguments[0], plain[0])
+    assert torch.equal(arguments[-1], plain[-1])
+    arguments[0].zero_()
+    assert longer.abs().max() == 0
+
+
+@needs_native
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_row_is_its_own(threads):
+    """Enough rows and heads for several threads; each row by itself writes the same bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = case(torch.bfloat16, batch=2, rows=12, heads=96)
+        q = together[0].clone()
+        latent_rope_write(*together)
+        for b, t in ((0, 0), (0, 11), (1, 3)):
+            arguments = list(together)
+            arguments[0] = q[b : b + 1, t : t + 1]
+            for i in (1, 6, 7):
+                arguments[i] = arguments[i][b : b + 1, t : t + 1]
+            arguments[-1] = torch.zeros_like(together[-1])
+            latent_rope_write(*arguments)
+            row = together[7][b, t]
+            assert torch.equal(arguments[0][0, 0], together[0][b, t])
+            assert torch.equal(arguments[-1][row], together[-1][row])
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_native
+def test_heads_that_share_memory_are_refused():
+    arguments = list(case(torch.float32))
+    arguments[0] = arguments[0][:, :, :1].expand(-1, -1, 4, -1)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        latent_rope_write(*arguments)

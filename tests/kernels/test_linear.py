@@ -218,11 +218,19 @@ class LinearCall(ctypes.Structure):
     ]
 
 
+class GroupedCall(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("x", "y", "offsets", "packed")],
+        *[(name, ctypes.c_int64) for name in ("groups", "n", "k")],
+        *[(name, ctypes.c_int32) for name in ("format", "x_type", "y_type", "threads")],
+    ]
+
+
 Portable = Callable[[Tensor, Tensor, L.Format], Tensor]
 
 
 @pytest.fixture(scope="module")
-def portable(tmp_path_factory: pytest.TempPathFactory) -> Portable:
+def portable_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The same sources without one intrinsic, for the plainest CPU of this architecture, serial."""
     compiler = shutil.which("c++")
     if compiler is None:
@@ -242,18 +250,29 @@ def portable(tmp_path_factory: pytest.TempPathFactory) -> Portable:
     lib = ctypes.CDLL(str(library))
     lib.slipstream_packed_bytes.restype = ctypes.c_int64
     lib.slipstream_packed_bytes.argtypes = [ctypes.c_int32, ctypes.c_int64, ctypes.c_int64]
+    return lib
+
+
+def portably_packed(lib: ctypes.CDLL, weight: Tensor, format: L.Format) -> Tensor:
+    index, (n, k) = L.FORMATS.index(format), weight.shape
+    scale = minimum = None
+    if format in ("q8_0", "q4_1"):
+        quantised = L.quantise(weight, format)
+        data, scale, minimum = quantised.q, quantised.scale, quantised.minimum
+    else:
+        data = weight.to(torch.float32 if format == "float32" else torch.bfloat16)
+    packed = torch.empty(lib.slipstream_packed_bytes(index, n, k), dtype=torch.uint8)
+    pointers = [None if t is None else t.data_ptr() for t in (data, scale, minimum)]
+    lib.slipstream_pack(ctypes.byref(PackCall(*pointers, packed.data_ptr(), n, k, index)))
+    return packed
+
+
+@pytest.fixture(scope="module")
+def portable(portable_library: ctypes.CDLL) -> Portable:
+    lib = portable_library
 
     def run(x: Tensor, weight: Tensor, format: L.Format) -> Tensor:
-        index, (n, k) = L.FORMATS.index(format), weight.shape
-        scale = minimum = None
-        if format in ("q8_0", "q4_1"):
-            quantised = L.quantise(weight, format)
-            data, scale, minimum = quantised.q, quantised.scale, quantised.minimum
-        else:
-            data = weight.to(torch.float32 if format == "float32" else torch.bfloat16)
-        packed = torch.empty(lib.slipstream_packed_bytes(index, n, k), dtype=torch.uint8)
-        pointers = [None if t is None else t.data_ptr() for t in (data, scale, minimum)]
-        lib.slipstream_pack(ctypes.byref(PackCall(*pointers, packed.data_ptr(), n, k, index)))
+        index, (n, k), packed = L.FORMATS.index(format), weight.shape, portably_packed(lib, weight, format)
         y = torch.empty(len(x), n)
         is_bfloat16 = int(x.dtype == torch.bfloat16)
         call = LinearCall(
@@ -276,3 +295,22 @@ def test_the_portable_build_keeps_the_contract(
         assert_close(y, x, weight, format)
         for rows in (1, 2, 8, 13):
             assert torch.equal(portable(x[:rows].contiguous(), weight, format), y[:rows])
+
+
+@pytest.mark.parametrize("format", L.FORMATS)
+def test_portable_groups_are_linears(
+    portable_library: ctypes.CDLL, portable: Portable, format: L.Format
+) -> None:
+    """Several weights behind each other, their rows in any order, one of them without rows: each linear's own bits."""
+    weights = [made(45, 64, seed) for seed in range(3)]
+    packed = torch.cat([portably_packed(portable_library, weight, format) for weight in weights])
+    x, y, order = made(20, 64, 9), torch.empty(20, 45), torch.randperm(20).tolist()
+    offsets = torch.tensor([0, 7, 7, 20])
+    rows_of = [(ctypes.c_void_p * 20)(*(t[row].data_ptr() for row in order)) for t in (x, y)]
+    places = [ctypes.addressof(rows) for rows in rows_of]
+    call = GroupedCall(
+        *places, offsets.data_ptr(), packed.data_ptr(), 3, 45, 64, L.FORMATS.index(format), 0, 0, 1
+    )
+    portable_library.slipstream_grouped(ctypes.byref(call))
+    for group, rows in ((0, order[:7]), (2, order[7:])):
+        assert torch.equal(y[rows], portable(x[rows], weights[group], format))

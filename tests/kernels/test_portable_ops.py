@@ -15,11 +15,13 @@ from torch import Tensor
 from slipstream.kernels import sampling as S
 from slipstream.kernels.activation import swiglu_reference
 from slipstream.kernels.attention import attention_reference
+from slipstream.kernels.experts import Routing, route_reference
+from slipstream.kernels.latent import latent_rope_write_reference
 from slipstream.kernels.native import SOURCES
 from slipstream.kernels.norm import rms_norm_reference
 from slipstream.kernels.rope import rope_kv_write_reference
 
-KERNELS = ("attention", "elementwise", "sampling", "nucleus")
+KERNELS = ("attention", "elementwise", "experts", "sampling", "nucleus")
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,69 @@ def test_rope(library: ctypes.CDLL) -> None:
     assert torch.equal(q, rope_kv_write_reference(qkv, cos, sin, rows, rows, *theirs))
     assert torch.equal(ours[0], theirs[0])
     assert torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize(
+    "routing", [Routing(3), Routing(4, "sigmoid", 4, 2, scale=2.5)], ids=["all", "groups"]
+)
+def test_route(library: ctypes.CDLL, routing: Routing) -> None:
+    logits, bias = torch.randn(20, 44), torch.randn(44) * 0.1
+    chosen, weights = (
+        torch.empty(20, routing.per_token, dtype=torch.int64),
+        torch.empty(20, routing.per_token),
+    )
+    sizes = (ctypes.c_int64 * 5)(20, 44, routing.per_token, routing.groups, routing.top_groups)
+    is_softmax, scale = int(routing.score == "softmax"), ctypes.c_float(routing.scale)
+    library.portable_route(at(logits), at(bias), sizes, is_softmax, scale, at(chosen), at(weights))
+    want_chosen, want_weights = route_reference(logits, bias, routing)
+    assert torch.equal(chosen, want_chosen)
+    torch.testing.assert_close(weights, want_weights, rtol=2e-6, atol=1e-9)
+
+
+def test_weighted_sum(library: ctypes.CDLL) -> None:
+    outputs, weights, y = torch.randn(5, 3, 37), torch.rand(5, 3), torch.empty(5, 37)
+    library.portable_weighted_sum(at(outputs), at(weights), at(y), *(ctypes.c_int64(n) for n in (5, 3, 37)))
+    want = torch.zeros(5, 37)
+    for place in range(3):
+        want += outputs[:, place] * weights[:, place, None]
+    assert torch.equal(y, want)
+
+
+def test_sort_by_expert(library: ctypes.CDLL) -> None:
+    """The pairs of an expert together, in their own order; experts that nobody chose have none."""
+    chosen = torch.tensor([4, 1, 4, 0, 1, 4])
+    order, offsets = torch.empty(6, dtype=torch.int64), torch.empty(7, dtype=torch.int64)
+    library.portable_sort(at(chosen), ctypes.c_int64(6), ctypes.c_int64(6), at(order), at(offsets))
+    assert order.tolist() == [3, 1, 4, 0, 2, 5]
+    assert offsets.tolist() == [0, 1, 3, 3, 3, 6, 6]
+
+
+def test_latent(library: ctypes.CDLL) -> None:
+    batch, rows, heads, rank, rotated = 2, 3, 4, 21, 10
+    q, kv, norm = (
+        torch.randn(batch, rows, heads, 7 + rotated),
+        torch.randn(batch, rows, rank + rotated),
+        torch.rand(rank),
+    )
+    angle, positions = torch.rand(9, rotated // 2), torch.tensor([[0, 3, 8], [1, 1, 2]])
+    kv_rows, ours, theirs = torch.randperm(9)[:6].view(2, 3), torch.zeros(9, 1, 31), torch.zeros(9, 1, 31)
+    q_ours, cos, sin = q.clone(), angle.cos(), angle.sin()
+    shape = (ctypes.c_int64 * 6)(batch, rows, heads, rank, rotated, q.shape[-1])
+    library.portable_latent(
+        at(q_ours),
+        at(kv),
+        at(norm),
+        ctypes.c_float(1e-6),
+        at(cos),
+        at(sin),
+        at(positions),
+        at(kv_rows),
+        at(ours),
+        shape,
+    )
+    latent_rope_write_reference(q, kv, norm, 1e-6, cos, sin, positions, kv_rows, theirs)
+    assert torch.equal(q_ours, q)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -115,23 +115,30 @@ def pack_many(count: int, fetch: Callable[[int], Weight | Sequence[Weight]], for
 
     Natively each part is packed straight to its place: beside the result only one part is in memory at a time.
     """
-    first = _parts(fetch(0))
-    n, k = sum(_shape(part)[0] for part in first), _shape(first[0])[1]
-    if _device(first[0]).type != "cpu" or (ext := native()) is None:
+    parts = _parts(fetch(0))
+    n, k = sum(_shape(part)[0] for part in parts), _shape(parts[0])[1]
+    if _device(parts[0]).type != "cpu" or (ext := native()) is None:
+        first = parts
         return _unpacked(count, lambda i: first if i == 0 else _parts(fetch(i)), format)
     packed = ext.allocate_packed(count, n, k, format)
-    panels = -(-n // PANEL)
-    for index, group in enumerate(packed.chunk(count)):
-        parts = first if index == 0 else _parts(fetch(index))
-        if any(_shape(part)[0] % PANEL for part in parts[:-1]):
-            parts = [stacked(parts)]
-        begin = 0
-        for part in parts:
-            end = begin + -(-_shape(part)[0] // PANEL)
-            place = group[begin * len(group) // panels : end * len(group) // panels]
-            ext.pack_into(place, *_converted(part, format), format)
-            begin = end
+    for index, place in enumerate(packed.chunk(count)):
+        if index > 0:
+            parts = _parts(fetch(index))
+        _pack_into(ext, place, parts, n, format)
+        parts = ()  # not held while the next one is fetched
     return PackedWeight(format, n, k, packed, None, None, None, True, count)
+
+
+def _pack_into(ext: Any, packed: Tensor, parts: Sequence[Weight], n: int, format: Format) -> None:
+    """One weight, its `parts` one under the other, each to its own panels of `packed`."""
+    if any(_shape(part)[0] % PANEL for part in parts[:-1]):
+        parts = [stacked(parts)]
+    panels, begin = -(-n // PANEL), 0
+    for part in parts:
+        end = begin + -(-_shape(part)[0] // PANEL)
+        place = packed[begin * len(packed) // panels : end * len(packed) // panels]
+        ext.pack_into(place, *_converted(part, format), format)
+        begin = end
 
 
 def _unpacked(count: int, fetch: Callable[[int], Sequence[Weight]], format: Format) -> PackedWeight:
@@ -202,21 +209,24 @@ def group_of(weight: PackedWeight, group: int) -> PackedWeight:
     )
 
 
-def linear_heads(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x [..., G, K], each of its G heads times the weight of its own: [..., G, N] in x's dtype."""
+def linear_heads(x: Tensor, weight: PackedWeight, out: Tensor | None = None) -> Tensor:
+    """x [..., G, K], each of its G heads times the weight of its own: [..., G, N] in x's dtype.
+
+    Written to `out` if there is one. Both may be slices of wider tensors: only the last dimension is contiguous.
+    """
     if weight.is_native:
         ext = native()
         assert ext is not None
         y: Tensor = ext.linear_heads(
-            x, weight.data, weight.format, weight.groups, weight.out_features, weight.in_features
+            x, weight.data, weight.format, weight.groups, weight.out_features, weight.in_features, out
         )
         return y
-    return linear_heads_reference(x, weight)
+    return linear_heads_reference(x, weight, out)
 
 
-def linear_heads_reference(x: Tensor, weight: PackedWeight) -> Tensor:
-    heads = [linear(x[..., g, :], group_of(weight, g)) for g in range(weight.groups)]
-    return torch.stack(heads, dim=-2)
+def linear_heads_reference(x: Tensor, weight: PackedWeight, out: Tensor | None = None) -> Tensor:
+    heads = torch.stack([linear(x[..., g, :], group_of(weight, g)) for g in range(weight.groups)], dim=-2)
+    return heads if out is None else out.copy_(heads)
 
 
 def linear(x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None) -> Tensor:

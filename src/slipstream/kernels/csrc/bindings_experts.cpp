@@ -1,4 +1,6 @@
 // What Python calls for kernels/experts.py, kernels/latent.py and linear_heads: argument checks, then the plain kernels.
+#include <ATen/MemoryOverlap.h>
+
 #include <vector>
 
 #include "bindings.h"
@@ -23,29 +25,51 @@ slipstream::GroupedCall grouped(const Tensor& packed, const std::string& format_
     return call;
 }
 
-// x [..., G, K] with any strides but neighbouring elements; y [..., G, N] contiguous.
+// Where each row of [..., A, B] begins, in elements, whatever the strides of the leading dimensions.
+std::vector<int64_t> row_starts(const Tensor& t) {
+    std::vector<int64_t> starts{0};
+    for (int64_t d = 0; d < t.dim() - 2; ++d) {
+        std::vector<int64_t> longer;
+        longer.reserve(starts.size() * t.size(d));
+        for (const int64_t start : starts)
+            for (int64_t i = 0; i < t.size(d); ++i) longer.push_back(start + i * t.stride(d));
+        starts.swap(longer);
+    }
+    return starts;
+}
+
+Tensor heads_output(const Tensor& x, const std::optional<Tensor>& given, int64_t n) {
+    c10::SmallVector<int64_t, 5> shape(x.sizes().begin(), x.sizes().end());
+    shape.back() = n;
+    if (!given.has_value()) return at::empty(shape, x.options());
+    slipstream::check_same(*given, x, "out");
+    TORCH_CHECK(given->sizes() == at::IntArrayRef(shape) && (n == 1 || given->stride(-1) == 1), "out must be ",
+                at::IntArrayRef(shape), " with neighbouring elements, got ", given->sizes());
+    at::assert_no_internal_overlap(*given);
+    return *given;
+}
+
+// x [..., G, K] and y [..., G, N] with any strides but neighbouring elements. y may share x's memory: the product
+// takes in all of x before it writes.
 Tensor linear_heads(const Tensor& x, const Tensor& packed, const std::string& format_name, int64_t groups, int64_t n,
-                    int64_t k) {
-    TORCH_CHECK(x.is_cpu() && x.dim() >= 2 && x.size(-2) == groups && x.size(-1) == k && x.stride(-1) == 1,
+                    int64_t k, const std::optional<Tensor>& given) {
+    TORCH_CHECK(x.is_cpu() && x.dim() >= 2 && x.size(-2) == groups && x.size(-1) == k && (k == 1 || x.stride(-1) == 1),
                 "x must be [..., ", groups, ", ", k, "] with neighbouring elements, got ", x.sizes());
     slipstream::GroupedCall call = grouped(packed, format_name, groups, n, k);
     call.x_type = call.y_type = slipstream::scalar_of(x.scalar_type(), "x");
-    c10::SmallVector<int64_t, 5> shape(x.sizes().begin(), x.sizes().end());
-    shape.back() = n;
-    Tensor y = at::empty(shape, x.options());
-    const Tensor rows_x = x.dim() == 3 ? x : x.flatten(0, -3);
-    const Tensor by_row = rows_x.dim() == 2 ? rows_x.unsqueeze(0) : rows_x;
-    const int64_t rows = by_row.size(0), bytes = x.element_size();
+    const Tensor y = heads_output(x, given, n);
+    const std::vector<int64_t> x_starts = row_starts(x), y_starts = row_starts(y);
+    const int64_t rows = int64_t(x_starts.size()), bytes = x.element_size();
     std::vector<const void*> from(rows * groups);
     std::vector<void*> to(rows * groups);
     std::vector<int64_t> offsets(groups + 1);
-    const auto* base = static_cast<const char*>(by_row.const_data_ptr());
+    const auto* base = static_cast<const char*>(x.const_data_ptr());
     auto* target = static_cast<char*>(y.mutable_data_ptr());
     for (int64_t g = 0; g < groups; ++g) {
         offsets[g + 1] = (g + 1) * rows;
         for (int64_t r = 0; r < rows; ++r) {
-            from[g * rows + r] = base + (r * by_row.stride(0) + g * by_row.stride(1)) * bytes;
-            to[g * rows + r] = target + (r * groups + g) * n * bytes;
+            from[g * rows + r] = base + (x_starts[r] + g * x.stride(-2)) * bytes;
+            to[g * rows + r] = target + (y_starts[r] + g * y.stride(-2)) * bytes;
         }
     }
     call.x = from.data();
@@ -138,8 +162,8 @@ void latent_rope_write(const Tensor& q, const Tensor& kv, const Tensor& norm, do
     TORCH_CHECK(q.dim() == 4 && kv.dim() == 3 && q.size(0) == kv.size(0) && q.size(1) == kv.size(1) && norm.dim() == 1,
                 "q must be [B, T, H, N + D] and kv [B, T, L + D], got ", q.sizes(), " and ", kv.sizes());
     const int64_t batch = q.size(0), rows = q.size(1), rank = norm.size(0), rotated = kv.size(2) - rank;
-    TORCH_CHECK(q.stride(3) == 1 && kv.stride(2) == 1 && q.stride(0) == rows * q.stride(1) && kv.stride(0) == rows * kv.stride(1),
-                "q and kv must be rows with neighbouring elements");
+    TORCH_CHECK(q.stride(3) == 1 && kv.stride(2) == 1, "q and kv must be rows with neighbouring elements");
+    at::assert_no_internal_overlap(q);
     TORCH_CHECK(rotated > 0 && rotated % 2 == 0 && rotated <= q.size(3), "kv holds ", rotated, " rotated elements");
     TORCH_CHECK(cache.dim() == 3 && cache.size(1) == 1 && cache.size(2) == rank + rotated, "cache must be [rows, 1, ",
                 rank + rotated, "], got ", cache.sizes());
@@ -154,8 +178,8 @@ void latent_rope_write(const Tensor& q, const Tensor& kv, const Tensor& norm, do
     by_type(q, "q", [&](auto* t) {
         by_type(norm, "norm", [&](auto* w) {
             using T = std::remove_pointer_t<decltype(t)>;
-            const slipstream::LatentRows<T> x{out(q, t) + q.size(3) - rotated, in(kv, t),   q.stride(1), q.stride(2),
-                                              kv.stride(1),                    batch * rows, q.size(2),   rank, rotated};
+            const slipstream::LatentRows<T> x{out(q, t) + q.size(3) - rotated, in(kv, t), q.stride(0), q.stride(1),
+                                              q.stride(2), kv.stride(0), kv.stride(1), batch, rows, q.size(2), rank, rotated};
             slipstream::latent_rope_write(x, in(norm, w), float(eps), cos.const_data_ptr<float>(), sin.const_data_ptr<float>(),
                                           positions.const_data_ptr<int64_t>(), kv_rows.const_data_ptr<int64_t>(), out(cache, t));
         });

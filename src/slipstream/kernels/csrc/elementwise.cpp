@@ -142,14 +142,15 @@ template <class T, class W>
 void latent_rope_write(const LatentRows<T>& x, const W* norm, float eps, const float* cos, const float* sin,
                        const int64_t* positions, const int64_t* kv_rows, T* cache) {
     const int64_t half = x.rotated / 2, width = x.rank + x.rotated;
-    over_rows(x.rows, width + x.heads * x.rotated, [&](int64_t first, int64_t last) {
+    over_rows(x.batch * x.rows, width + x.heads * x.rotated, [&](int64_t first, int64_t last) {
         for (int64_t r = first; r < last; ++r) {
+            const int64_t b = r / x.rows, t = r % x.rows;
             const float *c = cos + positions[r] * half, *s = sin + positions[r] * half;
             for (int64_t h = 0; h < x.heads; ++h) {
-                T* head = x.q + r * x.q_row + h * x.q_head;
+                T* head = x.q + b * x.q_batch + t * x.q_row + h * x.q_head;
                 rotate_head(head, c, s, head, half);
             }
-            const T* kv = x.kv + r * x.kv_row;
+            const T* kv = x.kv + b * x.kv_batch + t * x.kv_row;
             T* at = cache + kv_rows[r] * width;
             norm_row(kv, norm, at, x.rank, eps);
             rotate_head(kv + x.rank, c, s, at + x.rank, half);

@@ -36,8 +36,8 @@ template <class T>
 struct LatentRows {
     T* q;
     const T* kv;
-    int64_t q_row, q_head, kv_row;
-    int64_t rows, heads, rank, rotated;
+    int64_t q_batch, q_row, q_head, kv_batch, kv_row;
+    int64_t batch, rows, heads, rank, rotated;
 };
 template <class T, class W>
 void latent_rope_write(const LatentRows<T>& x, const W* norm, float eps, const float* cos, const float* sin,
