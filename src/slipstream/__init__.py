@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # Threads that wait for each other give the core away after some microseconds instead of a millisecond: beside another
-# busy process the kernels are then half as fast instead of a hundred times slower (docs/log.md). Read by OpenMP when
+# busy process the kernels are then slower, but still move (docs/log.md). Read by OpenMP when
 # torch is imported, so it has no effect if that came first.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -44,20 +44,6 @@ class Tree:
     @property
     def is_chain(self) -> bool:
         return self.parents is None
-
-    def truncated(self, size: int) -> Tree:
-        """The first `size` nodes; still a tree, as parents come before children."""
-        parents = None if self.parents is None else self.parents[:, :size]
-        depth = min(self.max_depth, size)
-        q = None if self.q is None else self.q[:, :size]
-        return replace(
-            self,
-            tokens=self.tokens[:, :size],
-            valid=self.valid[:, :size],
-            parents=parents,
-            max_depth=depth,
-            q=q,
-        )
 
     @cached_property
     def row_parents(self) -> Tensor:

@@ -117,7 +117,9 @@ class LatentAttention:
             rows.kv_rows,
             cache,
         )
-        absorbed = torch.cat([linear_heads(q[..., : part.nope_dim], self._k_up), q[..., part.nope_dim :]], -1)
+        absorbed = q.new_empty(*q.shape[:-1], kv_width)
+        linear_heads(q[..., : part.nope_dim], self._k_up, out=absorbed[..., : part.kv_rank])
+        absorbed[..., part.kv_rank :] = q[..., part.nope_dim :]
         seen = _attend(absorbed, cache, cache, rows, self._scale)[..., : part.kv_rank]
         return linear(linear_heads(seen, self._v_up).flatten(2), self._out)
 

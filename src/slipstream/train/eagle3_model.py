@@ -7,7 +7,7 @@ later steps, those at t itself: the drafted path so far.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -42,14 +42,6 @@ class Eagle3Module(nn.Module):
         return {name.replace("/", "."): weight.detach() for name, weight in self.weights.items()} | {
             "d2t": self.d2t
         }
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes the weights of a checkpoint with the same d2t."""
-        if not torch.equal(tensors["d2t"].to(self.d2t.device), self.d2t):
-            raise ValueError("the checkpoint's d2t is another one")
-        with torch.no_grad():
-            for name, weight in self.weights.items():
-                weight.copy_(tensors[name.replace("/", ".")])
 
     def weight(self, name: str) -> Tensor:
         """A weight by its checkpoint name."""

@@ -31,20 +31,6 @@ class Eagle3Shape:
     norm_output: bool = False
     """The normed state goes into the next step instead of the raw one (EAGLE-3.1)."""
 
-    @property
-    def parameters(self) -> int:
-        """Weights of its own: the embedding is the target's."""
-        hidden, q, kv = self.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = 2 * hidden * (q + 2 * kv) + q * hidden
-        fuse = hidden * len(self.taps) * self.target_hidden_size
-        return (
-            fuse
-            + attention
-            + 3 * hidden * self.intermediate_size
-            + hidden * self.draft_vocab_size
-            + 4 * hidden
-        )
-
 
 def default_taps(layers: int) -> tuple[int, int, int]:
     """The states that EAGLE's own trainer reads: entering layers 2, n / 2 and n - 3."""
