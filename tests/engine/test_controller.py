@@ -24,7 +24,7 @@ def feed(controller: Controller, rate: float, cycles: int, seed: int = 0) -> flo
         while right < 31 and rng.random() < rate:
             right += 1
         if size:
-            controller.observe_verified(0, 3, size, min(right, size))
+            controller.observe_verified(0, 3, size, range(min(right, size)))
             tokens += 1 + min(right, size)
         else:
             if controller.wants_shadow(0, 3):
@@ -85,7 +85,7 @@ def test_one_outlier_moves_a_cost_little():
 def test_expected_tokens_grow_with_size_and_never_exceed_it(observations):
     acceptance = Acceptance(31)
     for tried, right in observations:
-        acceptance.observe(2, tried, min(right, tried))
+        acceptance.observe(2, tried, range(min(right, tried)))
     expected = acceptance.expected_tokens(2)
     assert expected[0] == 1
     assert all(0 <= after - before <= 1 for before, after in pairwise(expected))

@@ -31,6 +31,9 @@ class Drafter(ABC):
     is_free: bool = False
     """Drafting costs nothing beside the outlook, so the controller may score drafts that are not verified."""
 
+    is_tree: bool = False
+    """It drafts trees, their nodes in the order of its own confidence, instead of chains."""
+
     taps: tuple[int, ...] = ()
     """The target's states that it reads: boundaries between layers, as `Target.forward` names them."""
 

@@ -69,8 +69,9 @@ class Acceptance:
             self._accepted[outlook][0] = self._WEIGHT * min(0.3 + 0.1 * outlook, 0.9)
         self._expected: list[list[float] | None] = [None] * OUTLOOKS
 
-    def observe(self, outlook: int, tried: int, accepted: int) -> None:
-        """A draft of which `tried` tokens were compared with the text, and the first `accepted` were right."""
+    def observe(self, outlook: int, tried: int, nodes: Sequence[int]) -> None:
+        """A chain of which `tried` tokens were compared with the text, and those of `nodes`, the first ones, stood."""
+        accepted = len(nodes)
         counts, hits = self._tried[outlook], self._accepted[outlook]
         for position in range(min(accepted + 1, tried)):
             counts[position] = counts[position] * self._MEMORY + 1
@@ -87,6 +88,45 @@ class Acceptance:
                 weight = self._WEIGHT
                 reach *= rate
                 known.append(known[-1] + reach)
+            self._expected[outlook] = known
+        return known
+
+
+class TreeAcceptance:
+    """How often a tree's node is on the accepted path: by outlook and by its rank in the drafter's confidence, lately.
+
+    A smaller tree holds the first nodes of a larger one, so every verified tree tells about all sizes up to its own.
+    """
+
+    _MEMORY = 0.98
+    _WEIGHT = 3.0
+    """Trees that the guess for a node from the one before it is worth."""
+    _FALL = 0.7
+    """What a node is guessed to be worth beside the one before it."""
+
+    def __init__(self, nodes: int) -> None:
+        self._tried = [[0.0] * nodes for _ in range(OUTLOOKS)]
+        self._accepted = [[0.0] * nodes for _ in range(OUTLOOKS)]
+        self._expected: list[list[float] | None] = [None] * OUTLOOKS
+
+    def observe(self, outlook: int, tried: int, nodes: Sequence[int]) -> None:
+        """A tree of `tried` nodes of which those numbered `nodes` stood."""
+        counts, hits = self._tried[outlook], self._accepted[outlook]
+        for node in range(tried):
+            counts[node] = counts[node] * self._MEMORY + 1
+            hits[node] *= self._MEMORY
+        for node in nodes:
+            hits[node] += 1
+        self._expected[outlook] = None
+
+    def expected_tokens(self, outlook: int) -> list[float]:
+        """By size 0, 1, 2 ...: the tokens that a cycle is expected to commit, its own included."""
+        known = self._expected[outlook]
+        if known is None:
+            known, rate = [1.0], 0.7
+            for hits, counts in zip(self._accepted[outlook], self._tried[outlook], strict=True):
+                rate = (hits + self._WEIGHT * self._FALL * rate) / (counts + self._WEIGHT)
+                known.append(known[-1] + rate)
             self._expected[outlook] = known
         return known
 
@@ -119,12 +159,12 @@ class Controller:
     _PROBE_EVERY = 128
     """Plain cycles after which a drafter that cannot be scored for nothing is tried with its smallest tree."""
 
-    def __init__(self, costs: CostModel, max_drafted: int, is_free: bool) -> None:
-        """max_drafted, is_free: the drafter's."""
+    def __init__(self, costs: CostModel, max_drafted: int, is_free: bool, is_tree: bool = False) -> None:
+        """max_drafted, is_free, is_tree: the drafter's."""
         self.costs = costs
         self.sizes = tuple(size for size in SIZES if size <= max_drafted)
         self._is_free = is_free
-        self._acceptance = Acceptance(max_drafted)
+        self._acceptance = TreeAcceptance(max_drafted) if is_tree else Acceptance(max_drafted)
         self._shadows: dict[int, _Shadow] = {}
         self._plain_cycles = 0
 
@@ -144,11 +184,11 @@ class Controller:
             self._plain_cycles, best = 0, self.sizes[1]
         return best
 
-    def observe_verified(self, slot: int, outlook: int, size: int, accepted: int) -> None:
-        """A request's tree of `size` was verified and `accepted` of its tokens stood."""
+    def observe_verified(self, slot: int, outlook: int, size: int, nodes: Sequence[int]) -> None:
+        """A request's tree of `size` was verified and those of its tokens stood that are numbered `nodes`."""
         self._shadows.pop(slot, None)
         if outlook:
-            self._acceptance.observe(outlook, size, accepted)
+            self._acceptance.observe(outlook, size, nodes)
 
     def wants_shadow(self, slot: int, outlook: int) -> bool:
         """Whether a draft that is not going to be verified should be handed to `shadow`."""
@@ -162,7 +202,7 @@ class Controller:
         """The tokens that a plain cycle committed."""
         shadow = self._shadows.get(slot)
         if shadow is not None and shadow.follow(tokens):
-            self._acceptance.observe(shadow.outlook, len(shadow.drafted), shadow.right)
+            self._acceptance.observe(shadow.outlook, len(shadow.drafted), range(shadow.right))
             del self._shadows[slot]
 
     def forget(self, slot: int) -> None:

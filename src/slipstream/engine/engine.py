@@ -269,7 +269,7 @@ class Engine:
                 if round_:
                     measured[size].append(elapsed_us)
         costs = CostModel({size + 1: median(times) for size, times in measured.items()})
-        self._controller = Controller(costs, drafter.max_drafted, drafter.is_free)
+        self._controller = Controller(costs, drafter.max_drafted, drafter.is_free, drafter.is_tree)
         self._scheduler.controller = self._controller
 
     @torch.inference_mode()

@@ -102,14 +102,16 @@ class Scheduler:
         is_greedy = all(each.params.is_greedy for each in group)
         shadows = self._shadow_drafts(drafter, slots, group, outlooks) if size == 0 else {}
         path = cycle(self.target, drafter, self.state, slots, size, longest + size, is_greedy)
-        accepted, tokens = path.accepted.tolist(), path.tokens.tolist()
+        accepted, tokens, rows = path.accepted.tolist(), path.tokens.tolist(), path.rows.tolist()
+        levels = path.tokens.shape[1] - 1
         if self.controller is not None and drafter is not None:
             self.controller.costs.observe(len(slots), size, (perf_counter() - start) * 1e6)
         for index, request in enumerate(group):
             committed = tokens[index][: accepted[index] + 1]
-            self._learn(request, outlooks[index], size, accepted[index], committed, shadows.get(request.slot))
-            drafted = size if outlooks[index] else 0
-            request.chunks.append(self._push(request, committed, drafted, accepted[index]))
+            nodes = [row - 1 for row in rows[index][1 : accepted[index] + 1]]
+            self._learn(request, outlooks[index], size, nodes, committed, shadows.get(request.slot))
+            drafted, tried = (size, levels) if outlooks[index] else (0, 0)
+            request.chunks.append(self._push(request, committed, drafted, tried, accepted[index]))
         elapsed_s = perf_counter() - start
         for request in group:
             request.stats.decode_s += elapsed_s
@@ -162,29 +164,34 @@ class Scheduler:
         request: Running,
         outlook: int,
         size: int,
-        accepted: int,
+        nodes: Sequence[int],
         committed: Sequence[int],
         shadow: list[int] | None,
     ) -> None:
         if self.controller is None or request.drafter is None:
             return
         if size:
-            self.controller.observe_verified(request.slot, outlook, size, accepted)
+            self.controller.observe_verified(request.slot, outlook, size, nodes)
             return
         if shadow is not None:
             self.controller.shadow(request.slot, outlook, shadow)
         self.controller.observe_text(request.slot, committed)
 
-    def _push(self, request: Running, committed: Sequence[int], drafted: int, accepted: int) -> Chunk:
-        """Hands a request its tokens, keeps its stats, and frees its slot when it is done."""
+    def _push(
+        self, request: Running, committed: Sequence[int], drafted: int, levels: int, accepted: int
+    ) -> Chunk:
+        """Hands a request its tokens, keeps its stats, and frees its slot when it is done.
+
+        drafted: the tokens of its tree. levels: the longest path that the tree allowed.
+        """
         stats, output = request.stats, request.output
         text, taken = output.push(committed)
         stats.new_tokens += len(taken)
         stats.cycles += 1
         stats.cycles_by_drafted[drafted] = stats.cycles_by_drafted.get(drafted, 0) + 1
-        stats.tried.extend([0] * (drafted - len(stats.tried)))
-        stats.accepted.extend([0] * (drafted - len(stats.accepted)))
-        for position in range(min(accepted + 1, drafted)):
+        stats.tried.extend([0] * (levels - len(stats.tried)))
+        stats.accepted.extend([0] * (levels - len(stats.accepted)))
+        for position in range(min(accepted + 1, levels)):
             stats.tried[position] += 1
             stats.accepted[position] += position < accepted
         if output.finish_reason is None:

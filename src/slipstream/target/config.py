@@ -274,6 +274,12 @@ def _yarn(theta: float, found: Config, config: Config) -> Rope:
     )
 
 
+def read_layers(family: str, config: Config) -> ModelShape:
+    """The shape that the layers of a family (`llama`, `deepseek_v3`) have by a flat config, whose other keys the caller
+    has checked. Raises KeyError, TypeError, ValueError or ModelError."""
+    return {"llama": _llama, "deepseek_v3": _deepseek_v3}[family](config)
+
+
 def refuse(config: Config, key: str, supported: object) -> None:
     """Raises ModelError if the config sets `key` to anything but the supported value."""
     if config.get(key, supported) != supported:

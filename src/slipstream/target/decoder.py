@@ -63,6 +63,10 @@ class Decoder:
         layers = sum(layer.attention.weight_bytes + layer.mlp.weight_bytes for layer in self._layers)
         return layers + self._head.nbytes
 
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.device
+
     def embed(self, tokens: Tensor) -> Tensor:
         return self._embedding[tokens]
 

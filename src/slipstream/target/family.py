@@ -24,6 +24,11 @@ class Target(Protocol):
     dtype: torch.dtype
     """Of activations and KV."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        ...
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Tokens int64 [...] -> [..., H]."""
         ...

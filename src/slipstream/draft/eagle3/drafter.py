@@ -1,4 +1,4 @@
-"""Drafts a chain with an EAGLE-3 head: each step a pass through its one layer, on the target's states and then its own.
+"""Drafts with an EAGLE-3 network: each step a pass through it, on the target's states first and then on its own.
 
 Slot t of the drafter pairs the embedding of token t + 1 with the target's state at t, and predicts token t + 2. A text
 of L tokens has states up to L - 2 (its last token has not been run), so slot L - 2 gives the first drafted token; from
@@ -14,19 +14,16 @@ import torch
 from torch import Tensor
 
 from slipstream.draft.drafter import Drafter
-from slipstream.draft.eagle3.checkpoint import load
-from slipstream.draft.eagle3.shape import Eagle3Shape
+from slipstream.draft.eagle3.checkpoint import Checkpoint, load
+from slipstream.draft.eagle3.grow import Candidates, capacity, depth_for
+from slipstream.draft.eagle3.network import Network
 from slipstream.draft.text import Text
 from slipstream.draft.tree import Tree
 from slipstream.errors import ModelError
-from slipstream.kernels.activation import swiglu
-from slipstream.kernels.attention import attention
-from slipstream.kernels.linear import Format, linear, pack
-from slipstream.kernels.norm import add_rms_norm_, rms_norm
-from slipstream.kernels.rope import rope_kv_write
+from slipstream.kernels.linear import Format
 from slipstream.kernels.sampling import argmax
 from slipstream.target.family import Target
-from slipstream.target.rotary import rotary_tables
+from slipstream.target.rows import Rows
 
 SMOLLM2_HEAD = Path(__file__).parent / "heads" / "smollm2-135m"
 """The head that is shipped, for SmolLM2-135M-Instruct."""
@@ -37,43 +34,51 @@ _MARGIN = 64
 
 
 class Eagle3Drafter(Drafter):
-    """A drafter from a folder (`draft/eagle3/checkpoint.py`)."""
+    """A drafter from a folder (`checkpoint.py`), with chains or with the dynamic trees of EAGLE-2 (arXiv 2406.16858)."""
 
     name = "eagle3"
 
-    def __init__(self, folder: Path, max_drafted: int = 7, weights: Format = "bfloat16") -> None:
-        """max_drafted: the longest chain. weights: the format of its linear layers. Raises ModelError."""
-        self.shape, self._tensors = load(folder)
-        self.taps = self.shape.taps
-        self.max_drafted = max_drafted
+    def __init__(
+        self,
+        drafter: Path | Checkpoint,
+        max_drafted: int = 15,
+        *,
+        top_k: int = 4,
+        depth: int = 6,
+        weights: Format = "bfloat16",
+    ) -> None:
+        """max_drafted: the most tokens of one draft. top_k: nodes that each level of the tree keeps and that each of
+        them tries; 1 drafts chains. depth: the longest path of a tree. weights: the format of its linear layers.
+        Raises ModelError.
+        """
+        if top_k < 1 or depth < 1 or max_drafted < 1:
+            raise ModelError("a draft has at least one token, one level and one try")
+        self.checkpoint = drafter if isinstance(drafter, Checkpoint) else load(drafter)
+        self.top_k = top_k = min(top_k, self.checkpoint.shape.draft_vocab_size)
+        self.is_tree = top_k > 1
+        self.max_drafted = min(max_drafted, capacity(top_k, depth)) if self.is_tree else max_drafted
+        self.depth = depth if self.is_tree else max_drafted
         self._format: Format = weights
 
     def attach(self, target: Target, slots: int, width: int) -> None:
-        shape = self.shape
-        _check_pair(shape, target)
-        self._target, dtype = target, target.dtype
-        t, at = self._tensors, "midlayer."
-        qkv = [t[f"{at}self_attn.{name}_proj.weight"] for name in ("q", "k", "v")]
-        gate_up = [t[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up")]
-        self._fuse = pack(t["fc.weight"], self._format)
-        self._qkv, self._out = pack(qkv, self._format), pack(t[f"{at}self_attn.o_proj.weight"], self._format)
-        self._gate_up, self._down = (
-            pack(gate_up, self._format),
-            pack(t[f"{at}mlp.down_proj.weight"], self._format),
-        )
-        self._head = pack(t["lm_head.weight"], self._format)
-        self._embed_norm, self._state_norm, self._mlp_norm, self._norm = (
-            t[f"{name}.weight"].to(dtype)
-            for name in (f"{at}input_layernorm", f"{at}hidden_norm", f"{at}post_attention_layernorm", "norm")
-        )
-        self._ids = torch.arange(shape.draft_vocab_size) + t["d2t"]
-        self._limit = min(width, shape.max_positions)
-        self._cos, self._sin = rotary_tables(shape.rope, shape.head_dim, width + self.max_drafted, "cpu")
-        self._table = torch.arange(slots * width).view(slots, width)
-        kv = (slots * width, shape.kv_heads, shape.head_dim)
-        self._k, self._v = torch.zeros(kv, dtype=dtype), torch.zeros(kv, dtype=dtype)
-        self._states = torch.zeros(slots, _RING, len(shape.taps) * shape.target_hidden_size, dtype=dtype)
-        self._done = torch.zeros(slots, dtype=torch.int64)
+        self.shape = self.checkpoint.shape.paired(target.shape)
+        assert self.shape.taps is not None
+        self.taps = self.shape.taps
+        self._target, self._embedding = target, _embedding(self.checkpoint, target)
+        device = self._device = target.device
+        scratch = self.depth * self.top_k
+        self._network = Network(self.checkpoint, target.dtype, self._format, device, width + self.depth)
+        self._ids = self.checkpoint.target_ids.to(device)
+        self._limit = min(width, self.shape.max_positions)
+        width += scratch
+        self._table = torch.arange(slots * width, device=device).view(slots, width)
+        self._kv = [
+            tuple(torch.zeros(slots * width, *part.shape, dtype=target.dtype, device=device) for part in layer)
+            for layer in self._network.kv_layout()
+        ]
+        features = len(self.taps) * self.shape.target_hidden_size
+        self._states = torch.zeros(slots, _RING, features, dtype=target.dtype, device=device)
+        self._done = torch.zeros(slots, dtype=torch.int64, device=device)
         """By slot: the drafter's KV is that of the target's states up to here."""
 
     def reset(self, slot: int) -> None:
@@ -83,28 +88,80 @@ class Eagle3Drafter(Drafter):
         count = features.shape[1]
         if int((first + count - self._done[slots]).max()) > _RING - _MARGIN:
             for slot, known in zip(slots[:, None], first.tolist(), strict=True):
-                self._refresh(text, slot, torch.tensor([known - 1]))
-        at = (first[:, None] + torch.arange(count)) % _RING
+                self._refresh(text, slot, torch.tensor([known - 1], device=self._device))
+        at = (first[:, None] + torch.arange(count, device=self._device)) % _RING
         self._states[slots[:, None], at] = features
 
     def outlook(self, text: Text, slots: Tensor) -> Tensor:
         length = text.length[slots]
-        return ((length >= 2) & (length + self.max_drafted <= self._limit)).long()
+        return ((length >= 2) & (length + self.depth <= self._limit)).long()
 
     def draft(self, text: Text, slots: Tensor, size: int) -> Tree:
         last = (text.length[slots] - 2).clamp_min(0)
         state, normed = self._refresh(text, slots, last)
-        tokens = [self._next(normed)]
+        is_valid = (text.length[slots] >= 2)[:, None]
+        if self.is_tree and size > 1:
+            return self._tree(slots, last, state, normed, size, is_valid)
+        tokens = [self._best(normed)]
         for step in range(1, size):
-            state, normed = self._layer(tokens[-1][:, None], state, slots, last + step, None)
-            tokens.append(self._next(normed))
+            state, normed = self._run(tokens[-1][:, None], state, self._rows(slots, last + step))
+            tokens.append(self._best(normed))
         drafted = torch.stack(tokens, dim=1)
-        return Tree.chain(drafted, (text.length[slots] >= 2)[:, None].expand_as(drafted))
+        return Tree.chain(drafted, is_valid.expand_as(drafted))
 
-    def _next(self, normed: Tensor) -> Tensor:
+    def _best(self, normed: Tensor) -> Tensor:
         """int64 [B]: the likeliest token after states [B, 1, H], as the target numbers it."""
-        logits = linear(normed[:, 0], self._head, torch.float32)
-        return self._ids[argmax(logits)]
+        return self._ids[argmax(self._network.logits(normed[:, 0]))]
+
+    def _tree(
+        self, slots: Tensor, last: Tensor, state: Tensor, normed: Tensor, size: int, is_valid: Tensor
+    ) -> Tree:
+        """The `size` likeliest nodes of a tree that grows from the state of slot `last`.
+
+        Every node that is run is a request of its own with one row, whose table is its slot's with its own path in it.
+        """
+        batch, depth = len(slots), depth_for(size, self.top_k, self.depth)
+        kept = Candidates.first(self._network.logits(normed[:, 0]), self._ids, self.top_k)
+        width, hidden = kept.width, state.shape[-1]
+        table = self._table[slots].repeat_interleave(width, dim=0)
+        state = state.expand(-1, width, -1).reshape(batch * width, 1, hidden)
+        each = torch.arange(batch * width, device=self._device)
+        column = last.repeat_interleave(width)
+        own = self._table[slots, -self.depth * self.top_k :]  # rows that no text ever uses
+        for level in range(1, depth):
+            column = column + 1
+            rows = own[:, (level - 1) * width : level * width].reshape(-1, 1)
+            table.scatter_(1, column[:, None], rows)
+            run = Rows(
+                tokens=kept.tokens.view(-1, 1),
+                positions=column[:, None],
+                kv_rows=rows,
+                table=table,
+                slots=each,
+                prefix=column,
+                extent=table.shape[1],
+            )
+            state, normed = self._run(run.tokens, state, run)
+            logits = self._network.logits(normed).view(batch, width, -1)
+            chosen = kept.grow(logits, self._ids)
+            if self._device.type == "cpu" and level + 1 < depth and not kept.may_matter(size):
+                break  # what grows from here cannot be among the best: the same tree, sooner
+            parents = (torch.arange(batch, device=self._device)[:, None] * width + chosen).view(-1)
+            table, state = table[parents], state[parents]
+        return kept.best(size, depth, is_valid)
+
+    def _rows(self, slots: Tensor, first: Tensor) -> Rows:
+        """One row a slot, after everything before it."""
+        index = first[:, None]
+        return Rows(
+            tokens=index,  # not read
+            positions=index,
+            kv_rows=self._table[slots[:, None], index],
+            table=self._table,
+            slots=slots,
+            prefix=first,
+            extent=self._table.shape[1],
+        )
 
     def _refresh(self, text: Text, slots: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
         """Runs the slots up to `last` (int64 [B]) that wait, the last at least; returns its state and normed state."""
@@ -112,51 +169,43 @@ class Eagle3Drafter(Drafter):
         counts = last - first
         width = int(counts.max()) + 1
         # Shorter requests repeat their last slot: it writes the same KV again.
-        depth = torch.arange(width).expand(len(slots), -1).minimum(counts[:, None])
+        order = torch.arange(width, device=self._device).expand(len(slots), -1)
+        depth = order.minimum(counts[:, None])
         index = first[:, None] + depth
         at = slots[:, None]
-        state = linear(self._states[at, index % _RING], self._fuse)
         is_even = bool((counts == width - 1).all())
-        outputs = self._layer(text.tokens[at, index + 1], state, slots, first, None if is_even else depth)
+        rows = Rows(
+            tokens=text.tokens[at, index + 1],
+            positions=index,
+            kv_rows=self._table[at, index],
+            table=self._table,
+            slots=slots,
+            prefix=first,
+            depth=None if is_even else depth,
+            ancestors=None if is_even else order[:, None].expand(-1, width, -1),
+            extent=self._table.shape[1],
+        )
+        state = self._network.fuse(self._states[at, index % _RING])
+        outputs = self._run(rows.tokens, state, rows)
         self._done[slots] = last + 1
         return outputs[0][:, -1:], outputs[1][:, -1:]
 
-    def _layer(
-        self, tokens: Tensor, state: Tensor, slots: Tensor, first: Tensor, depth: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """One pass over slots first .. of tokens [B, T] and states [B, T, H]: the next states, raw and normed.
-
-        depth: int64 [B, T], of each row behind `first`; None for 0, 1, 2 ... A repeated depth stands for the same row.
-        """
-        shape, eps = self.shape, self.shape.rms_norm_eps
-        rows = torch.arange(tokens.shape[1]).expand(len(slots), -1)
-        index = first[:, None] + (rows if depth is None else depth)
-        ancestors = None if depth is None else rows[:, None].expand(-1, rows.shape[1], -1)
-        normed = rms_norm(state, self._state_norm, eps)
-        embedded = rms_norm(self._target.embed(tokens), self._embed_norm, eps)
-        residual = normed.clone() if shape.norm_before_residual else state.clone()
-        qkv = linear(torch.cat([embedded, normed], dim=-1), self._qkv)
-        kv_rows = self._table[slots[:, None], index]
-        q = rope_kv_write(qkv, self._cos, self._sin, index, kv_rows, self._k, self._v)
-        seen = attention(
-            q, self._k, self._v, self._table, slots, first, depth, ancestors, shape.head_dim**-0.5
-        )
-        hidden = add_rms_norm_(linear(seen.flatten(2), self._out), residual, self._mlp_norm, eps)
-        hidden = linear(swiglu(linear(hidden, self._gate_up)), self._down)
-        normed = add_rms_norm_(hidden, residual, self._norm, eps)
-        return (normed if shape.norm_output else residual), normed
+    def _run(self, tokens: Tensor, state: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        table = self._embedding
+        embedded = self._target.embed(tokens) if table is None else table[tokens]
+        return self._network(embedded, state, rows, self._kv)
 
 
-def _check_pair(shape: Eagle3Shape, target: Target) -> None:
-    """Raises ModelError when the drafter was made for another target."""
-    theirs = target.shape
-    facts = {
-        "hidden size": (shape.target_hidden_size, theirs.hidden_size),
-        "embedding width": (shape.hidden_size, theirs.hidden_size),
-        "vocabulary": (shape.vocab_size, theirs.vocab_size),
-    }
-    for what, (wanted, found) in facts.items():
-        if wanted != found:
-            raise ModelError(f"the drafter is for a target of {what} {wanted}, this one's is {found}")
-    if max(shape.taps) > theirs.layers or min(shape.taps) < 0:
-        raise ModelError(f"the drafter reads layer {max(shape.taps)}, the target has {theirs.layers}")
+def _embedding(checkpoint: Checkpoint, target: Target) -> Tensor | None:
+    """The drafter's own embedding, where it is not the target's. Raises ModelError when it should have one."""
+    own = checkpoint.tensors.get("embed_tokens.weight")
+    if own is None:
+        if checkpoint.shape.hidden_size != target.shape.hidden_size:
+            raise ModelError(
+                f"the drafter's states have {checkpoint.shape.hidden_size} elements, the target's embedding"
+                f" {target.shape.hidden_size}, and the drafter brings no embedding of its own"
+            )
+        return None
+    own = own.to(target.device, target.dtype)
+    theirs = target.embed(torch.arange(target.shape.vocab_size, device=target.device))
+    return None if own.shape == theirs.shape and torch.equal(own, theirs) else own

@@ -1,0 +1,75 @@
+"""The target's states over whole samples: computed as they are needed, or read from a disk where they were put before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.engine.state import State
+from slipstream.target.family import Target
+from slipstream.target.rows import Rows
+
+_ROWS = 1 << 16
+"""Rows of one forward at most, padding included."""
+
+
+class OnlineStates:
+    """Runs the target over samples, those of like length together."""
+
+    def __init__(self, target: Target, taps: tuple[int, ...]) -> None:
+        self._target, self._taps = target, taps
+        self._state: State | None = None
+
+    @torch.no_grad()
+    def __call__(self, samples: Sequence[int], tokens: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """For each sample's tokens (int64 [T]): features [T, F] at the taps, and the final states [T, H].
+
+        samples: their numbers, which do not matter here.
+        """
+        order = sorted(range(len(tokens)), key=lambda i: len(tokens[i]))
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        begin = 0
+        while begin < len(order):
+            end = begin + 1
+            # A group ends where padding its shortest sample to the longest would cost a quarter more.
+            while (
+                end < len(order)
+                and len(tokens[order[end]]) <= 1.25 * len(tokens[order[begin]]) + 16
+                and (end + 1 - begin) * len(tokens[order[end]]) <= _ROWS
+            ):
+                end += 1
+            group = order[begin:end]
+            features, hidden = self._run([tokens[i] for i in group])
+            for row, i in enumerate(group):
+                length = len(tokens[i])
+                found[i] = (features[row, :length], hidden[row, :length])
+            begin = end
+        return [found[i] for i in range(len(tokens))]
+
+    def _run(self, tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        count, length, device = len(tokens), max(map(len, tokens)), self._target.device
+        state = self._state
+        if state is None or state.padding_slot < count or state.max_length < length:
+            known = (0, 0) if state is None else (state.padding_slot, state.max_length)
+            self._state = state = None  # the old one goes before the new one comes
+            count_now, length_now = max(count, known[0]), max(length, known[1])
+            self._state = state = State.allocate(
+                self._target.kv_layout(), count_now, length_now, 0, self._target.dtype, device
+            )
+        padded = torch.nn.utils.rnn.pad_sequence(list(tokens), batch_first=True).to(device)
+        slots = torch.arange(count, device=device)
+        index = torch.arange(length, device=device).expand(count, -1)
+        rows = Rows(
+            tokens=padded,
+            positions=index,
+            kv_rows=state.table[slots[:, None], index],
+            table=state.table,
+            slots=slots,
+            prefix=torch.zeros_like(slots),
+            extent=length,
+        )
+        hidden, features = self._target.forward(rows, state.kv, self._taps)
+        assert features is not None
+        return features, hidden
