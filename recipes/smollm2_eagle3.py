@@ -23,7 +23,8 @@ from slipstream.target.load import load
 from slipstream.target.shape import Rope
 from slipstream.train.conversations import Template, make_conversations
 from slipstream.train.eagle3_model import Eagle3Module
-from slipstream.train.eagle3_trainer import Progress, Recipe, States, draft_vocabulary, losses, train
+from slipstream.train.eagle3_trainer import Progress, Recipe, States, losses, train
+from slipstream.train.samples import Samples, draft_vocabulary
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 HELD_OUT = 1024
@@ -91,7 +92,7 @@ def train_head(args: argparse.Namespace) -> None:
     print(f"{len(kept)} conversations, {len(tokens)} kept, {int(mask.sum())} answer tokens", flush=True)
     model = load(args.model, dtype="bfloat16", weights="bfloat16", device=device, positions=2048)
     shape = model.shape
-    d2t, coverage = draft_vocabulary(tokens, mask, shape.vocab_size, args.vocabulary)
+    d2t, coverage = draft_vocabulary(Samples.of_rows(tokens, mask), shape.vocab_size, args.vocabulary)
     print(f"{args.vocabulary} draft tokens cover {coverage:.2%} of the answers", flush=True)
     head_shape = Eagle3Shape(
         hidden_size=shape.hidden_size,

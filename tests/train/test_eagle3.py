@@ -17,7 +17,8 @@ from slipstream.target.load import load as load_target
 from slipstream.target.shape import Rope
 from slipstream.train.conversations import Template, make_conversations
 from slipstream.train.eagle3_model import Eagle3Module
-from slipstream.train.eagle3_trainer import Recipe, States, draft_vocabulary, losses, train
+from slipstream.train.eagle3_trainer import Recipe, States, losses, train
+from slipstream.train.samples import Samples, draft_vocabulary
 from tests.target.tiny import FAMILIES, VOCABULARY, write_model
 
 SHAPE = Eagle3Shape(
@@ -196,7 +197,7 @@ def test_training_learns_a_target_that_can_be_guessed(tmp_path):
     place = torch.arange(conversations.tokens.shape[1])
     mask = (place >= conversations.begin[:, None]) & (place < conversations.end[:, None])
     assert bool((conversations.tokens[mask.any(1)][:, :2] == torch.tensor([3, 4])).all())
-    d2t, coverage = draft_vocabulary(conversations.tokens, mask, VOCABULARY, 60)
+    d2t, coverage = draft_vocabulary(Samples.of_rows(conversations.tokens, mask), VOCABULARY, 60)
     assert coverage > 0.8
     shape = dataclasses.replace(SHAPE, draft_vocab_size=60)
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ from slipstream.engine.state import State
 from slipstream.target.family import Target
 from slipstream.target.rows import Rows
 from slipstream.train.eagle3_model import Eagle3Module, shifted
+from slipstream.train.samples import draft_vocabulary as draft_vocabulary
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,6 @@ class States:
         hidden, features = self._target.forward(rows, state.kv, self._taps)
         assert features is not None
         return features, hidden
-
-
-def draft_vocabulary(tokens: Tensor, mask: Tensor, vocabulary: int, size: int) -> tuple[Tensor, float]:
-    """d2t (int64 [size], offsets) of the most frequent answer tokens, and the share of all answer tokens they cover."""
-    counts = torch.bincount(tokens[mask], minlength=vocabulary)
-    ids = counts.argsort(descending=True, stable=True)[:size].sort().values
-    coverage = float(counts[ids].sum() / counts.sum().clamp_min(1))
-    return ids - torch.arange(size, device=ids.device), coverage
 
 
 def losses(
