@@ -38,8 +38,8 @@ class Line:
 def read_lines(path: Path, *, prompts: bool = False) -> Iterator[Line]:
     """The lines of a file, blank ones left out.
 
-    prompts: take {"prompt": ...} as a user's message too. Raises DataError for a file that cannot be read or holds
-    nothing, and for the first line that is broken.
+    prompts: only the messages matter, and {"prompt": ...} is a user's message too. Raises DataError for a file that
+    cannot be read or holds nothing, and for the first line that is broken.
     """
     end, found = 0, False
     try:
@@ -67,7 +67,7 @@ def _parse(raw: bytes, place: str, end: int, prompts: bool) -> Line:
         raise line.fail("is not a JSON object")
     own = found.get("id")
     name = None if own is None else str(own)
-    if "tokens" in found:
+    if "tokens" in found and not prompts:
         tokens = _ids(found["tokens"], line)
         spans = found.get("loss", [[0, len(tokens)]])
         return Line(place, end, name, tokens=tokens, loss=_spans(spans, len(tokens), line))
@@ -77,10 +77,14 @@ def _parse(raw: bytes, place: str, end: int, prompts: bool) -> Line:
     if prompts and "prompt" in found:
         content = _text(found["prompt"], '"prompt"', line)
         return Line(place, end, name, messages=[{"role": "user", "content": content}])
-    if "text" in found:
+    if "text" in found and not prompts:
         return Line(place, end, name, text=_text(found["text"], '"text"', line))
-    known = 'none of "conversations", "messages", "text" or "tokens"'
-    raise line.fail(f"has {known + (' or a prompt' if prompts else '')}")
+    known = (
+        '"conversations", "messages" or "prompt"'
+        if prompts
+        else '"conversations", "messages", "text" or "tokens"'
+    )
+    raise line.fail(f"has none of {known}")
 
 
 def _messages(found: Any, key: str, line: Line) -> list[Message]:
