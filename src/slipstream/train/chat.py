@@ -39,6 +39,8 @@ def speak(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Spoken]:
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
+        if index == 0:
+            raise DataError("the conversation begins with an answer")
         try:
             before = tokenizer.render_chat(messages[:index])
             after = tokenizer.render_chat(messages[: index + 1], answering=False)

@@ -85,13 +85,13 @@ def _invented_lines(
         begin, end = begins[index - first], ends[index - first]
         row = tokens[index - first][:end]
         user = tokenizer.decode(row[len(template.opening) : begin - len(template.between) - 1])
-        answer = tokenizer.decode(row[begin:])
+        is_whole = row[-1] in (template.end, *template.stops)
+        answer = tokenizer.decode(row[begin : end - is_whole])
         if not user.strip() or not answer.strip():
             tally.empty += 1
         elif not wishes.keep_loops and loops(row[begin:]) > LOOPING:
             tally.loops += 1
         else:
-            is_whole = row[-1] in (template.end, *template.stops)
             messages = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
             spoken = Spoken(row, [(begin, end)])
             lines.append(line_of(str(index), index, messages, spoken, "stop" if is_whole else "length"))

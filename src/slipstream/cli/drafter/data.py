@@ -54,7 +54,8 @@ def data(
         typer.Option(min=0, max=1, help="Without --from: share of user's turns without given first words."),
     ] = 0.2,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Conversations at once; default: 32, on a GPU 64 or 1024.")
+        int | None,
+        typer.Option(min=1, help="Conversations at once; default: 32; on a GPU 1024, with --from 64."),
     ] = None,
     keep_loops: Annotated[
         bool, typer.Option("--keep-loops", help="Keep answers that repeat themselves.")
@@ -206,10 +207,10 @@ def _summary(out: Path, before: int, tally: Tally, elapsed_s: float, wishes: Wis
         f"{tally.answer_tokens:,} answer tokens in {elapsed_s:.0f} s, {tally.answer_tokens / elapsed_s:.0f} a second.",
     ]
     notes = {
-        "answers left out because they repeat themselves": tally.loops,
-        "answers left out because a side said nothing": tally.empty,
-        "conversations ended because the next answer would not fit": tally.too_long,
-        "conversations ended because the chat template refused a turn": tally.refused,
-        f"answers cut at {wishes.max_new_tokens} tokens, and kept": tally.cut,
+        "Answers left out because they repeat themselves": tally.loops,
+        "Answers left out because a side said nothing": tally.empty,
+        "Conversations ended because the next answer would not fit": tally.too_long,
+        "Conversations ended because the chat template refused a turn": tally.refused,
+        f"Answers cut at {wishes.max_new_tokens} tokens, and kept": tally.cut,
     }
-    return "\n".join([*lines, *(f"{count:,} {what}." for what, count in notes.items() if count)])
+    return "\n".join([*lines, *(f"{what}: {count:,}." for what, count in notes.items() if count)])
