@@ -83,6 +83,8 @@ def data(
         temperature, greedy_share, max_new_tokens, user_tokens, free_share, keep_loops=keep_loops, seed=seed
     )
     _check_device(device)
+    if source and source.resolve() == out.resolve():
+        raise DataError(f"{out} is what --from reads; write another file")
     batch = batch or (32 if device == "cpu" else 64 if source else 1024)
     settings: dict[str, Any] = {"model": model, "dtype": str(dtype)} | asdict(wishes)
     settings |= {"from": str(source), "sha256": _sha256(source)} if source else {"batch": batch}
