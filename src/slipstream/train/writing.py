@@ -73,18 +73,18 @@ def line_of(
 def write(
     file: DataFile,
     batches: Iterator[Batch],
-    minutes: float | None,
+    until_s: float | None,
     tally: Tally,
     report: Callable[[Tally], None],
 ) -> None:
-    """Writes batch after batch, until there is none or the next one would not end within the minutes.
+    """Writes batch after batch, until there is none or the next one would not end in time.
 
-    tally: counts what is in the file, and is reported after each batch.
+    until_s: when it must have ended, by `perf_counter`; the first batch is always written. tally: counts what is in the file, and is reported after each batch.
     """
-    start, longest_s = perf_counter(), 0.0
+    longest_s = 0.0
     while True:
         began = perf_counter()
-        if minutes is not None and longest_s and began - start + 1.1 * longest_s > 60 * minutes:
+        if until_s is not None and longest_s and began + 1.1 * longest_s > until_s:
             return
         found = next(batches, None)
         if found is None:

@@ -82,6 +82,7 @@ def data(
     wishes = Wishes(
         temperature, greedy_share, max_new_tokens, user_tokens, free_share, keep_loops=keep_loops, seed=seed
     )
+    until_s = None if minutes is None else perf_counter() + 60 * minutes
     _check_device(device)
     if source and source.resolve() == out.resolve():
         raise DataError(f"{out} is what --from reads; write another file")
@@ -89,7 +90,7 @@ def data(
     settings: dict[str, Any] = {"model": model, "dtype": str(dtype)} | asdict(wishes)
     settings |= {"from": str(source), "sha256": _sha256(source)} if source else {"batch": batch}
     with DataFile(out, settings, overwrite=overwrite) as file:
-        before, tally, start, is_whole = file.lines, Tally(), perf_counter(), True
+        before, tally, is_whole = file.lines, Tally(), True
         loads = Loads(model, dtype.value, device, max_length)
         with progress_bar() as bar:
             show = _Shown(bar, minutes, file.last_index + 1)
@@ -97,8 +98,9 @@ def data(
                 batches = _answers(loads, source, conversations, wishes, batch, file, show)
             else:
                 batches = _inventions(loads, conversations, minutes, wishes, batch, file, show)
+            start = perf_counter()
             try:
-                write(file, batches, minutes, tally, show.tally)
+                write(file, batches, until_s, tally, show.tally)
             except KeyboardInterrupt:
                 is_whole = False
     print(_summary(out, before, tally, perf_counter() - start, wishes))
