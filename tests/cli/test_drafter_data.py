@@ -34,11 +34,15 @@ TEMPLATE = (
 SHORT = ("--max-new-tokens", "12", "--temperature", "2", "--greedy-share", "0.4")
 
 
-def write_chatty(folder: Path, **changes: float) -> Path:
+FORGETFUL = TEMPLATE.replace("m.content", "m.content if loop.last or m.role == 'user' else 'x'")
+"""Rewrites earlier answers, as templates do that leave out what was thought."""
+
+
+def write_chatty(folder: Path, template: str = TEMPLATE, **changes: float) -> Path:
     """A tiny model that has a chat template."""
     write_llama(folder, **changes)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -58,7 +62,7 @@ def prompts(tmp_path_factory):
     """Conversations of one to three turns; the answers in them are not what any model said."""
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     lines = []
-    for i in range(200):
+    for i in range(120):
         messages = []
         for turn in range(1 + i % 3):
             messages.append({"from": "human", "value": f"{'abcdefghij'[i % 10]}{i} q{turn}"})
@@ -127,6 +131,27 @@ def test_a_killed_run_continues_to_the_same_bytes(folder, prompts, tmp_path, way
     assert {line["finish"] for line in lines} == {"stop", "length"}
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, FORGETFUL], ids=["plain", "forgetful"])
+def test_a_file_continues_from_any_place(prompts, tmp_path, template):
+    """Cut off behind any line or in it, also between the several lines of one conversation."""
+    folder, out = write_chatty(tmp_path / "model", template), tmp_path / "some.jsonl"
+    options = ("--model", folder, "--from", prompts, "--batch", 1, "--conversations", 9, *SHORT, "--out", out)
+    assert status(*options) == 0
+    whole = out.read_bytes()
+    lines = [json.loads(line) for line in whole.splitlines()]
+    several = {line["index"] for line in lines if sum(line["index"] == each["index"] for each in lines) > 1}
+    assert bool(several) == (template is FORGETFUL)
+    ends = [at + 1 for at, byte in enumerate(whole) if byte == ord("\n")]
+    for end in [*ends, ends[0] - 1, ends[3] + 20, 0]:
+        out.write_bytes(whole[:end])
+        assert status(*options) == 0
+        assert out.read_bytes() == whole
+    samples, report = read_samples(out, load(str(folder), positions=64).tokenizer, 500)
+    assert report.kept == len(lines)
+    assert report.loss_tokens == sum(end - begin for line in lines for begin, end in line["loss"])
+    assert len(samples) == len(lines)
+
+
 def test_regenerated_answers_are_the_engines(folder, engine, prompts, tmp_path):
     """Every answer is what the engine says to the regenerated history, alone and as a list of messages."""
     out = tmp_path / "some.jsonl"
@@ -152,7 +177,8 @@ def test_regenerated_answers_are_the_engines(folder, engine, prompts, tmp_path):
     assert samples.sample(0)[0].tolist() == lines[0]["tokens"]
 
 
-def test_greedy_answers_of_the_real_model(smollm2, tmp_path):
+def test_greedy_answers_of_the_real_model(tmp_path):
+    smollm2 = slipstream.Engine(draft=None, max_length=128, max_batch=2)
     path = tmp_path / "asked.jsonl"
     path.write_text(
         '{"prompt": "Name a colour."}\n{"messages": [{"role": "user", "content": "Say hello."}]}\n'

@@ -227,6 +227,23 @@ def test_an_answer_that_is_cut_differently_in_the_history_begins_a_new_sample(to
         assert mask.nonzero()[:, 0].tolist() == list(range(len(prompt), len(tokens)))
 
 
+def test_a_template_that_rewrites_the_history(fields, tmp_path):
+    """Each answer then has a sample of its own, behind its own prompt."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.content if loop.last or m.role == 'user' else '-' }}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    tokenizer = from_gguf({**fields, "tokenizer.chat_template": template}, (END,))
+    messages = [{"role": role, "content": f"{role} {i}"} for i in range(3) for role in ("user", "assistant")]
+    samples, report = read_samples(file_of(tmp_path, {"messages": messages}), tokenizer, 100)
+    assert (report.read, report.kept) == (1, 3)
+    for i, at in enumerate((1, 3, 5)):
+        tokens, mask = samples.sample(i)
+        answer = [*tokenizer.encode(messages[at]["content"]), END]
+        assert tokens.tolist() == tokenizer.encode_chat(messages[:at]) + answer
+        assert int(mask.sum()) == len(answer)
+
+
 def test_the_other_dialects(tokenizer, tmp_path):
     path = file_of(tmp_path, {"text": "All of it."}, "", "  ", {"id": 7, "tokens": [5, 6]})
     samples, report = read_samples([path, path], tokenizer, 100)

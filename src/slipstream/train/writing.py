@@ -79,7 +79,8 @@ def write(
 ) -> None:
     """Writes batch after batch, until there is none or the next one would not end in time.
 
-    until_s: when it must have ended, by `perf_counter`; the first batch is always written. tally: counts what is in the file, and is reported after each batch.
+    until_s: when it must have ended, by `perf_counter`; the first batch is always written. tally: counts what is in the
+    file, and is reported after each batch.
     """
     longest_s = 0.0
     while True:
