@@ -16,7 +16,7 @@ from slipstream.train.dialects import Message, read_lines
 from slipstream.train.samples import LOOPING, loops
 from slipstream.train.writing import SEEDS, Batch, Tally, Wishes, line_of
 
-_GROUP = 4
+_GROUP = 2
 """Conversations that are answered together, by requests that run at once: slots that are free early are used again."""
 
 

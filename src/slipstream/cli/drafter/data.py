@@ -87,8 +87,13 @@ def data(
     if source and source.resolve() == out.resolve():
         raise DataError(f"{out} is what --from reads; write another file")
     batch = batch or (32 if device == "cpu" else 64 if source else 1024)
-    settings: dict[str, Any] = {"model": model, "dtype": str(dtype)} | asdict(wishes)
-    settings |= {"from": str(source), "sha256": _sha256(source)} if source else {"batch": batch}
+    settings: dict[str, Any] = {
+        "asks": "--from" if source else "the model",
+        "model": model,
+        "dtype": str(dtype),
+    }
+    settings |= asdict(wishes)
+    settings |= {"max_length": max_length, "sha256": _sha256(source)} if source else {"batch": batch}
     with DataFile(out, settings, overwrite=overwrite) as file:
         before, tally, is_whole = file.lines, Tally(), True
         loads = Loads(model, dtype.value, device, max_length)
