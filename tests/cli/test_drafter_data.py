@@ -47,6 +47,12 @@ def write_chatty(folder: Path, template: str = TEMPLATE, **changes: float) -> Pa
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Models this small gain nothing from more, and lose much beside other work."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_chatty(tmp_path_factory.mktemp("tiny"))
@@ -112,7 +118,9 @@ def test_a_killed_run_continues_to_the_same_bytes(folder, prompts, tmp_path, way
     assert status(*options, "--out", whole) == 0
     command = [sys.executable, "-c", "from slipstream.cli import main; main()", "drafter", "data"]
     with subprocess.Popen(
-        [*command, *map(str, options), "--out", str(killed)], stderr=subprocess.DEVNULL
+        [*command, *map(str, options), "--out", str(killed)],
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     ) as run:
         until = time.monotonic() + 60
         while time.monotonic() < until and not (killed.exists() and killed.stat().st_size):
