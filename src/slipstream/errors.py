@@ -13,3 +13,7 @@ class ModelError(SlipstreamError):
 
 class RequestError(SlipstreamError, ValueError):
     """A request that cannot be served: too long, empty, or with an option that is out of range or unsupported."""
+
+
+class DataError(SlipstreamError):
+    """Training data that is broken or cannot be read or written; the message names the file, and the line in it."""

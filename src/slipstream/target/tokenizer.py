@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import ModelError
+from slipstream.errors import ModelError, RequestError
 
 _CONTROL, _USER_DEFINED = 3, 4
 """GGUF's token types that stand for themselves in a text."""
@@ -22,6 +22,11 @@ class Tokenizer:
         self.eos_ids: tuple[int, ...] = tuple(eos_ids) or tuple(own)
 
     @property
+    def size(self) -> int:
+        """How many tokens it knows; a model's vocabulary may be padded beyond that."""
+        return len(self._fast)
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._fast.chat_template)
 
@@ -32,12 +37,24 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The tokens of a conversation and the opening of the answer; without a template, of the bare texts."""
+        return self.encode(self.render_chat(messages))
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, answering: bool = True) -> str:
+        """The text of a conversation; answering: with the opening of the answer. Without a template, the bare texts.
+
+        Raises RequestError when the template refuses the conversation.
+        """
         if not self.has_chat_template:
-            return self.encode("\n\n".join(message["content"] for message in messages))
-        text: str = self._fast.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
-        )
-        return self.encode(text)
+            return "\n\n".join(message["content"] for message in messages)
+        from jinja2 import TemplateError
+
+        try:
+            text: str = self._fast.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=answering, tokenize=False
+            )
+        except TemplateError as error:
+            raise RequestError(f"the model's chat template refuses the conversation: {error}") from None
+        return text
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens, those that stand for no text left out."""
