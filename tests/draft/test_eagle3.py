@@ -38,7 +38,8 @@ def drafted(folder, **settings):
     drafter = Recorded(folder / "head", **settings)
     engine = slipstream.Engine(str(folder), draft=drafter, dtype="float32", max_length=120, max_batch=3)
     params = [
-        SamplingParams(max_new_tokens=20 + 9 * i, temperature=0.5 * (i % 2), ignore_eos=True) for i in range(3)
+        SamplingParams(max_new_tokens=20 + 9 * i, temperature=0.5 * (i % 2), ignore_eos=True)
+        for i in range(3)
     ]
     engine.generate_batch(
         ["a b a b", "c", "d e f g h i j k l"], params, raw=True, draft_tokens=min(drafter.max_drafted, 7)
@@ -51,7 +52,9 @@ def log_p(target, head, text, path):
     tokens = torch.tensor([text + path + [0]])
     features, _ = OnlineStates(target, head.shape.taps)([0], [tokens[0]])[0]
     with torch.no_grad():
-        normed = head(tokens, torch.zeros_like(tokens), features[None], len(path) + 1, lambda step, normed: normed)
+        normed = head(
+            tokens, torch.zeros_like(tokens), features[None], len(path) + 1, lambda step, normed: normed
+        )
         return head.logits(normed[-1][0, len(text) - 2]).log_softmax(-1)
 
 
@@ -120,7 +123,8 @@ def test_drafting_changes_no_text(tmp_path, dtype, top_k, draft_tokens):
     engine = slipstream.Engine(str(tmp_path), draft=drafter, dtype=dtype, max_length=120, max_batch=2)
     prompts = ["a b a b", "c", "d e f"]
     params = [
-        SamplingParams(max_new_tokens=50, temperature=0.7 * (i % 2), ignore_eos=True, seed=i) for i in range(3)
+        SamplingParams(max_new_tokens=50, temperature=0.7 * (i % 2), ignore_eos=True, seed=i)
+        for i in range(3)
     ]
     plain = engine.generate_batch(prompts, params, raw=True, speculate=False)
     fast = engine.generate_batch(prompts, params, raw=True, draft_tokens=draft_tokens)

@@ -99,9 +99,13 @@ class Eagle3Module(nn.Module):
             features = self._norm(features, "input_norm")
         if self.shape.fc_norm:
             parts = features.chunk(self.shape.tap_count, dim=-1)
-            features = torch.cat([self._norm(part, f"fc_norm.{tap}") for tap, part in enumerate(parts)], dim=-1)
+            features = torch.cat(
+                [self._norm(part, f"fc_norm.{tap}") for tap, part in enumerate(parts)], dim=-1
+            )
         weight = self.weight("fc.weight")
-        return F.linear(features.to(weight.dtype), weight, self.weight("fc.bias") if self.shape.fc_bias else None)
+        return F.linear(
+            features.to(weight.dtype), weight, self.weight("fc.bias") if self.shape.fc_bias else None
+        )
 
     def _norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
         return F.rms_norm(
@@ -125,7 +129,9 @@ class Eagle3Module(nn.Module):
                 x = self._norm(residual, f"{at}.{self.shape.later_norm}")
             residual = residual + self._attention(x, at, positions, visible, keys)
             hidden = self._norm(residual, f"{at}.post_attention_layernorm")
-            gate, up = (F.linear(hidden, self.weight(f"{at}.mlp.{name}_proj.weight")) for name in ("gate", "up"))
+            gate, up = (
+                F.linear(hidden, self.weight(f"{at}.mlp.{name}_proj.weight")) for name in ("gate", "up")
+            )
             residual = residual + F.linear(F.silu(gate) * up, self.weight(f"{at}.mlp.down_proj.weight"))
         normed = self._norm(residual, "norm")
         return (normed if self.shape.norm_output else residual), normed
@@ -143,7 +149,13 @@ class Eagle3Module(nn.Module):
         else:
             pieces = [
                 checkpoint(
-                    _attend, q[:, :, i : i + piece], visible[:, i : i + piece], scale, i, past, use_reentrant=False
+                    _attend,
+                    q[:, :, i : i + piece],
+                    visible[:, i : i + piece],
+                    scale,
+                    i,
+                    past,
+                    use_reentrant=False,
                 )
                 for i in range(0, rows, piece)
             ]
@@ -175,7 +187,9 @@ class Eagle3Module(nn.Module):
             low = self._norm(self._project(x, at, "q_a_proj"), f"{at}.q_a_layernorm", _LATENT_EPS)
             q = self._project(low, at, "q_b_proj")
         q = q.unflatten(-1, (decoder.heads, -1)).transpose(1, 2)
-        latent, k_rope = self._project(x, at, "kv_a_proj_with_mqa").split([part.kv_rank, part.rope_dim], dim=-1)
+        latent, k_rope = self._project(x, at, "kv_a_proj_with_mqa").split(
+            [part.kv_rank, part.rope_dim], dim=-1
+        )
         latent = self._norm(latent, f"{at}.kv_a_layernorm", _LATENT_EPS)
         both = self._project(latent, at, "kv_b_proj").unflatten(-1, (decoder.heads, -1)).transpose(1, 2)
         k_nope, v = both.split([part.nope_dim, part.value_dim], dim=-1)
@@ -199,7 +213,9 @@ def _key(name: str) -> str:
     return name.replace(".", "/")
 
 
-def _attend(q: Tensor, visible: Tensor, scale: float, first: int, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _attend(
+    q: Tensor, visible: Tensor, scale: float, first: int, past: list[tuple[Tensor, Tensor]]
+) -> Tensor:
     """Rows first .. of q [B, heads, R, D] over all keys of step 0 and, of later steps, over those at the row itself."""
     rows, (keys, values) = slice(first, first + q.shape[2]), past[0]
     scores = (q @ keys.transpose(-1, -2)).float().masked_fill(~visible[:, None], float("-inf"))

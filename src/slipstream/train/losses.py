@@ -105,7 +105,9 @@ def outcome_of(head: Eagle3Module, batch: Batch, features: Tensor, goals: Goals,
         hits[rows[:, 0], rows[:, 1]] = hit
         counted = counts & alive
         alive = alive & hits
-        figures.append([counted.sum(), (counts & alive).sum(), counts.sum(), hits.sum(), has_goal.sum(), overlap])
+        figures.append(
+            [counted.sum(), (counts & alive).sum(), counts.sum(), hits.sum(), has_goal.sum(), overlap]
+        )
         return loss
 
     losses = head(batch.tokens, batch.documents, features, steps, use)

@@ -67,7 +67,11 @@ def batch_of(samples: Samples, rows: Sequence[Sequence[int]], row_length: int, d
         for sample in inside:
             its_tokens, its_mask = samples.sample(sample)
             span = slice(place, place + len(its_tokens))
-            tokens[row, span], mask[row, span], documents[row, span] = its_tokens.long(), its_mask, len(numbers)
+            tokens[row, span], mask[row, span], documents[row, span] = (
+                its_tokens.long(),
+                its_mask,
+                len(numbers),
+            )
             numbers.append(sample)
             at_rows.append(row)
             places.append(place)

@@ -42,7 +42,9 @@ def save_state(folder: Path, trainer: Trainer, settings: dict[str, Any]) -> None
         return
     described = {"done": str(trainer.done), "settings": json.dumps(settings, sort_keys=True)}
     temporary = folder / f".{STATE}.tmp"
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata=described)
+    save_file(
+        {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata=described
+    )
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, folder / STATE)

@@ -65,10 +65,18 @@ class Trainer:
         self, module: Eagle3Module, target: Target, samples: Samples, states: States, recipe: Recipe
     ) -> None:
         """module: already sharded where there are several ranks. Raises DataError when there is not one update's data."""
-        self.module, self.target, self.samples, self.states, self.recipe = module, target, samples, states, recipe
+        self.module, self.target, self.samples, self.states, self.recipe = (
+            module,
+            target,
+            samples,
+            states,
+            recipe,
+        )
         self.device = target.device
         is_parallel = distributed.is_available() and distributed.is_initialized()
-        self.rank, self.ranks = (distributed.get_rank(), distributed.get_world_size()) if is_parallel else (0, 1)
+        self.rank, self.ranks = (
+            (distributed.get_rank(), distributed.get_world_size()) if is_parallel else (0, 1)
+        )
         self._rows_an_update = recipe.rows * recipe.accumulate * self.ranks
         longest = int(samples.lengths.max()) if len(samples) else 0
         if longest > recipe.row_length:
@@ -104,7 +112,9 @@ class Trainer:
         kind, is_low = self.device.type, self.recipe.precision == "bfloat16"
         with torch.autocast(kind, torch.bfloat16, enabled=is_low):
             features, hidden = features_of(batch, self.states)
-            goals = goals_of(self.target, hidden, self.module.ids, torch.bfloat16 if is_low else torch.float32)
+            goals = goals_of(
+                self.target, hidden, self.module.ids, torch.bfloat16 if is_low else torch.float32
+            )
             found = outcome_of(self.module, batch, features, goals, self.recipe.steps)
         return found, int((batch.documents >= 0).sum())
 

@@ -91,7 +91,9 @@ class Checkpoint:
         found = []
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
             where = int(((ids < 0) | (ids >= vocabulary)).nonzero()[0])
-            found.append(f"d2t leads out of the target's vocabulary of {vocabulary}, first at draft token {where}")
+            found.append(
+                f"d2t leads out of the target's vocabulary of {vocabulary}, first at draft token {where}"
+            )
         if not bool((ids[1:] > ids[:-1]).all()):
             found.append("d2t is not sorted as offsets are; it may hold absolute ids")
         if not found and "t2d" in self.tensors:
@@ -184,7 +186,9 @@ def _read_tensors(folder: Path) -> tuple[dict[str, Tensor], str]:
             files = [pickled]
             tensors = torch.load(pickled, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise ModelError(f"{folder} is not a drafter: it holds neither *.safetensors nor {pickled.name}") from None
+        raise ModelError(
+            f"{folder} is not a drafter: it holds neither *.safetensors nor {pickled.name}"
+        ) from None
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"{files[-1]} cannot be read, it may be truncated: {error}") from None
     except Exception as error:  # torch raises many kinds for a damaged or a dangerous file

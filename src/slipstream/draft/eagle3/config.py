@@ -60,7 +60,9 @@ def check_keys(config: Mapping[str, Any], also: frozenset[str] = frozenset(), wh
         if key not in FIXED:
             raise ModelError(f"the drafter's {where} has the key {key!r}, which is not known here")
         allowed = FIXED[key]
-        uniform = isinstance(value, list) and bool(value) and [value[0]] in list(allowed) and len({*value}) == 1
+        uniform = (
+            isinstance(value, list) and bool(value) and [value[0]] in list(allowed) and len({*value}) == 1
+        )
         if value is not None and value not in allowed and not uniform:
             raise ModelError(f"the drafter asks for {key} {value!r}, which is not supported")
 
@@ -89,7 +91,9 @@ def read_shape(config: Config) -> Eagle3Shape:
     if shape.taps is not None and list(shape.taps) != sorted(set(shape.taps)):
         raise ModelError(f"the drafter's layer ids are not ascending: boundaries {list(shape.taps)}")
     if not 0 < shape.draft_vocab_size <= shape.vocab_size:
-        raise ModelError(f"a draft vocabulary of {shape.draft_vocab_size} is not part of {shape.vocab_size} tokens")
+        raise ModelError(
+            f"a draft vocabulary of {shape.draft_vocab_size} is not part of {shape.vocab_size} tokens"
+        )
     return shape
 
 

@@ -129,25 +129,35 @@ def write_config(config: Config, dialect: Dialect, target_layers: int | None) ->
     """
     if dialect == Dialect.SPECULATORS:
         return _to_speculators(config)
-    flat = {key: value for key, value in config.items() if key not in ("family", "taps", "later_norm", *FLAGS)}
+    flat = {
+        key: value for key, value in config.items() if key not in ("family", "taps", "later_norm", *FLAGS)
+    }
     flags = {flag: bool(config.get(flag)) for flag in FLAGS if flag in config}
     taps, family = config.get("taps"), config["family"]
     if dialect == Dialect.EAGLE:
         if family != "llama" or any(flags.values()):
             raise ModelError("EAGLE's dialect has no latent attention and none of the norm flags")
         if taps is not None and target_layers is None:
-            raise ModelError("EAGLE's dialect has no layer ids; name the target, so that they can be compared")
+            raise ModelError(
+                "EAGLE's dialect has no layer ids; name the target, so that they can be compared"
+            )
         if taps is not None and list(default_taps(target_layers or 0)) != list(taps):
-            raise ModelError(f"EAGLE's dialect has no place for the boundaries {taps}: they are not the default")
+            raise ModelError(
+                f"EAGLE's dialect has no place for the boundaries {taps}: they are not the default"
+            )
         return {"architectures": ["LlamaForCausalLM"], **flat}
     architecture = "LlamaForCausalLMEagle3" if family == "llama" else "Eagle3DeepseekV2ForCausalLM"
     inner: Config = {"use_aux_hidden_state": True}
     if taps is not None:
         if min(taps) < 1:
-            raise ModelError(f"the dialect of {dialect} names layers by their outputs, so it cannot read the embedding")
+            raise ModelError(
+                f"the dialect of {dialect} names layers by their outputs, so it cannot read the embedding"
+            )
         inner[_IDS] = [tap - 1 for tap in taps]
     if dialect == Dialect.MODELOPT:
-        inner |= {key: value for key, value in _EAGLE_CONFIG.items() if key != "parallel_draft_heads_num_layers"}
+        inner |= {
+            key: value for key, value in _EAGLE_CONFIG.items() if key != "parallel_draft_heads_num_layers"
+        }
     return {"architectures": [architecture], **flat, **flags, "eagle_config": inner}
 
 
@@ -167,11 +177,15 @@ _OUTER = ("draft_vocab_size", "target_hidden_size", "fc_bias", "later_norm", *FL
 
 def _from_speculators(raw: Config) -> Config:
     if raw.get("speculators_model_type", "eagle3") != "eagle3":
-        raise ModelError(f"a drafter of the type {raw['speculators_model_type']!r} is not supported; eagle3 is")
+        raise ModelError(
+            f"a drafter of the type {raw['speculators_model_type']!r} is not supported; eagle3 is"
+        )
     check_keys(raw, frozenset({"architectures", _NESTED, _IDS, "speculators_model_type"}))
     layer: Config = dict(raw.get(_NESTED) or {})
     if (kind := layer.get("model_type", "llama")) not in ("llama", "deepseek_v3"):
-        raise ModelError(f"a drafter whose layers are {kind!r} is not supported; supported are llama and deepseek_v3")
+        raise ModelError(
+            f"a drafter whose layers are {kind!r} is not supported; supported are llama and deepseek_v3"
+        )
     check_keys(layer, frozenset({"architectures"}), _NESTED)
     layer.pop("architectures", None)
     outer = {k: v for k, v in raw.items() if k in _OUTER or (k in INERT and k not in layer)}
@@ -183,7 +197,12 @@ def _to_speculators(config: Config) -> Config:
     own = (*_OUTER, "family", "taps", "speculators_config", "speculators_version", "auto_map", "dtype")
     layer = {key: value for key, value in config.items() if key not in own}
     verifier = {"architectures": [], "name_or_path": config.get("_name_or_path")}
-    greedy = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    greedy = {
+        "proposal_type": "greedy",
+        "speculative_tokens": 3,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
     described = config.get("speculators_config") or {
         "algorithm": "eagle3",
         "default_proposal_method": "greedy",

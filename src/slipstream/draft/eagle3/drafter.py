@@ -73,7 +73,9 @@ class Eagle3Drafter(Drafter):
         width += scratch
         self._table = torch.arange(slots * width, device=device).view(slots, width)
         self._kv = [
-            tuple(torch.zeros(slots * width, *part.shape, dtype=target.dtype, device=device) for part in layer)
+            tuple(
+                torch.zeros(slots * width, *part.shape, dtype=target.dtype, device=device) for part in layer
+            )
             for layer in self._network.kv_layout()
         ]
         features = len(self.taps) * self.shape.target_hidden_size

@@ -38,7 +38,9 @@ class Network:
         load = Loader(lambda name: tensors[name], dtype, format, str(device))
         self._fuse = load.linear("fc", has_bias=shape.fc_bias)
         self._input_norm = load.norm("input_norm") if shape.norm_before_fc else None
-        self._fc_norms = [load.norm(f"fc_norm.{tap}") for tap in range(shape.tap_count)] if shape.fc_norm else []
+        self._fc_norms = (
+            [load.norm(f"fc_norm.{tap}") for tap in range(shape.tap_count)] if shape.fc_norm else []
+        )
         self._embed_norm = load.norm("layers.0.input_layernorm")
         rotary = Rotary(shape.decoder, positions, str(device))
         self._layers = []

@@ -106,7 +106,11 @@ def _attention_names(decoder: ModelShape, inputs: int) -> Names:
         return {"q_proj": (q, inputs), "k_proj": (kv, inputs), "v_proj": (kv, inputs), "o_proj": (hidden, q)}
     names: Names = {"q_proj": (q, inputs)}
     if part.q_rank is not None:
-        names = {"q_a_proj": (part.q_rank, inputs), "q_a_layernorm": (part.q_rank,), "q_b_proj": (q, part.q_rank)}
+        names = {
+            "q_a_proj": (part.q_rank, inputs),
+            "q_a_layernorm": (part.q_rank,),
+            "q_b_proj": (q, part.q_rank),
+        }
     return names | {
         "kv_a_proj_with_mqa": (part.kv_rank + part.rope_dim, inputs),
         "kv_a_layernorm": (part.kv_rank,),
