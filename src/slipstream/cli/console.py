@@ -30,6 +30,11 @@ def say(line: str) -> None:
     _err.print(line, markup=False)
 
 
+def is_terminal() -> bool:
+    """Whether progress goes to a terminal."""
+    return _err.is_terminal
+
+
 @contextmanager
 def progress_bar() -> Iterator[lab.Progress]:
     """A bar on a terminal; elsewhere a line at every quarter."""

@@ -135,8 +135,8 @@ class Trainer:
         self.optimiser.zero_grad(set_to_none=True)
         for piece in range(recipe.accumulate):
             is_last = piece == recipe.accumulate - 1
-            if hasattr(self.module, "set_requires_gradient_sync"):
-                self.module.set_requires_gradient_sync(is_last)
+            if (sync := getattr(self.module, "set_requires_gradient_sync", None)) is not None:
+                sync(is_last)
             found, count = self.outcome(mine[piece * recipe.rows : (piece + 1) * recipe.rows])
             (found.loss * weights).sum().backward()
             sums += torch.stack([(found.loss.detach() * weights / self.ranks), found.right, found.counted])
@@ -153,9 +153,8 @@ class Trainer:
 
 def full(tensor: Tensor) -> Tensor:
     """A whole tensor from a sharded one; on all ranks at once."""
-    gather = getattr(tensor, "full_tensor", None)
-    whole: Tensor = tensor if gather is None else gather()
-    return whole
+    gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
 
 
 def rate(update: int, total: int, warmup: float) -> float:

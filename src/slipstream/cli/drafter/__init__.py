@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from slipstream.cli.drafter import data
+from slipstream.cli.drafter import data, train
 
 app = typer.Typer(
     help="Make a drafter for a model: its training data, its training, its tests.",
@@ -12,6 +12,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("data")(data.data)
+app.command("train")(train.train)
 
 
 @app.callback()

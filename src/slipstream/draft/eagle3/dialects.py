@@ -196,7 +196,7 @@ def _from_speculators(raw: Config) -> Config:
 def _to_speculators(config: Config) -> Config:
     own = (*_OUTER, "family", "taps", "speculators_config", "speculators_version", "auto_map", "dtype")
     layer = {key: value for key, value in config.items() if key not in own}
-    verifier = {"architectures": [], "name_or_path": config.get("_name_or_path")}
+    verifier: Config = {"architectures": [], "name_or_path": config.get("_name_or_path")}
     greedy = {
         "proposal_type": "greedy",
         "speculative_tokens": 3,

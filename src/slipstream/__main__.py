@@ -1,0 +1,5 @@
+"""`python -m slipstream`, which torchrun needs."""
+
+from slipstream.cli import main
+
+main()
