@@ -229,11 +229,12 @@ def _attend(
 
 
 def places(documents: Tensor) -> Tensor:
-    """int64 [B, T]: each token's place in its own sample."""
+    """int64 [B, T]: each token's place in its own sample; 0 for padding, which may be longer than any sample."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return index - torch.where(begins, index, 0).cummax(dim=1).values
+    place = index - torch.where(begins, index, 0).cummax(dim=1).values
+    return torch.where(documents >= 0, place, 0)
 
 
 def _visible(documents: Tensor) -> Tensor:
