@@ -19,8 +19,8 @@ from slipstream.draft.eagle3.shape import Eagle3Shape, weight_names
 from slipstream.target.rotary import rotary_tables
 
 R = TypeVar("R")
-_SCORES = 1 << 28
-"""Attention scores that are held at once; longer ones are computed in pieces, and again in the backward pass."""
+_SCORES = {"cpu": 1 << 27, "cuda": 1 << 30}
+"""Attention scores of a step that are held for the backward pass; more are computed in pieces, and once again there."""
 _LATENT_EPS = 1e-6
 """Of the norms inside latent attention, as its models are trained."""
 
@@ -143,9 +143,9 @@ class Eagle3Module(nn.Module):
         q, k, v = make(x, f"{at}.self_attn", positions)
         past.append((k, v))
         scale, rows = self.shape.decoder.attention_scale, q.shape[2]
-        piece = max(1, _SCORES // (q.shape[0] * q.shape[1] * rows))
+        piece = max(1, _SCORES[q.device.type] // (q.shape[0] * q.shape[1] * rows))
         if piece >= rows:
-            out = _attend(q, visible, scale, 0, past)
+            out = _attend(q, visible, scale, 0, [*past])
         else:
             pieces = [
                 checkpoint(
@@ -154,7 +154,7 @@ class Eagle3Module(nn.Module):
                     visible[:, i : i + piece],
                     scale,
                     i,
-                    past,
+                    [*past],
                     use_reentrant=False,
                 )
                 for i in range(0, rows, piece)
