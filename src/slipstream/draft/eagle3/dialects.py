@@ -1,4 +1,4 @@
-"""How EAGLE, SpecForge, speculators and ModelOpt write a drafter: file, names of tensors, config, convention of layer ids.
+"""How EAGLE, SpecForge, speculators and ModelOpt write a drafter: file, names of tensors, config, layer ids.
 
 | | EAGLE | SpecForge | speculators | ModelOpt |
 |---|---|---|---|---|
@@ -196,7 +196,7 @@ def _from_speculators(raw: Config) -> Config:
 def _to_speculators(config: Config) -> Config:
     own = (*_OUTER, "family", "taps", "speculators_config", "speculators_version", "auto_map", "dtype")
     layer = {key: value for key, value in config.items() if key not in own}
-    verifier = {"architectures": [], "name_or_path": config.get("_name_or_path")}
+    verifier: Config = {"architectures": [], "name_or_path": config.get("_name_or_path")}
     greedy = {
         "proposal_type": "greedy",
         "speculative_tokens": 3,
