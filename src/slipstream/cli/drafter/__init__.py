@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from slipstream.cli.drafter import data
+from slipstream.cli.drafter import check, convert, data
 
 app = typer.Typer(
     help="Make a drafter for a model: its training data, its training, its tests.",
@@ -12,6 +12,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("data")(data.data)
+app.command("check")(check.check)
+app.command("convert")(convert.convert)
 
 
 @app.callback()
