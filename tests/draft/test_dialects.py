@@ -148,7 +148,7 @@ WILD = {
 
 
 def write(folder: Path, dialect: Dialect, config: dict, **changes) -> Path:
-    """A drafter as the dialect's own tool leaves it, written by hand: names and files are this test's, not slipstream's."""
+    """A drafter as the dialect's own tool leaves it: names and files are written here, not by slipstream."""
     shape = Eagle3Shape(SHAPES["llama"], 64, 17, taps=DEFAULT)
     torch.manual_seed(0)
     first = "midlayer." if dialect in (Dialect.EAGLE, Dialect.SPECFORGE) else "layers.0."
@@ -185,10 +185,11 @@ def test_as_found_in_the_wild(tmp_path, dialect):
 @pytest.mark.parametrize("dialect", WILD)
 def test_every_unknown_key_is_refused_by_name(tmp_path, dialect):
     config = WILD[dialect]
-    places = [{**config, "surprise": 1}]
-    for inner in ("eagle_config", "transformer_layer_config"):
-        if inner in config:
-            places.append({**config, inner: {**config[inner], "surprise": 1}})
+    inner = [key for key in ("eagle_config", "transformer_layer_config") if key in config]
+    places = [
+        {**config, "surprise": 1},
+        *({**config, key: {**config[key], "surprise": 1}} for key in inner),
+    ]
     for changed in places:
         with pytest.raises(ModelError, match="'surprise'"):
             read(write(tmp_path, dialect, changed))

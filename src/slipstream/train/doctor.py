@@ -97,8 +97,11 @@ def _mended(checkpoint: Checkpoint, reading: Reading) -> Checkpoint | None:
 
 
 def _is_below(found: Acceptance | None, claim: list[float] | None) -> bool:
-    wanted = OF_CLAIM * claim[0] if claim else HEALTHY
-    return found is None or found.conditional[0] < wanted
+    """Whether acceptance at position 1 is too low, by more than few texts would explain."""
+    if found is None:
+        return True
+    first, wanted = found.conditional[0], OF_CLAIM * claim[0] if claim else HEALTHY
+    return first + 2 * (first * (1 - first) / found.checked[0]) ** 0.5 < wanted
 
 
 def _without_cure(
