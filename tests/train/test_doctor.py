@@ -38,9 +38,9 @@ def engine():
 
 @pytest.fixture(scope="module")
 def chat(engine):
-    """Answers of SmolLM2 to three chat prompts."""
+    """Answers of SmolLM2 to four chat prompts."""
     prompts = [each.prompt for each in load_prompts() if each.kind in ("chat", "code")]
-    return write_answers(engine, prompts[:3], 48)
+    return write_answers(engine, prompts[:4], 48)
 
 
 @pytest.fixture(scope="module")
