@@ -101,7 +101,8 @@ def _is_below(found: Acceptance | None, claim: list[float] | None) -> bool:
     if found is None:
         return True
     first, wanted = found.conditional[0], OF_CLAIM * claim[0] if claim else HEALTHY
-    return first + 2 * (first * (1 - first) / found.checked[0]) ** 0.5 < wanted
+    error: float = (first * (1 - first) / found.checked[0]) ** 0.5
+    return first + 2 * error < wanted
 
 
 def _without_cure(
