@@ -132,8 +132,9 @@ def load(folder: Path) -> Checkpoint:
 def save(
     folder: Path, checkpoint: Checkpoint, dialect: Dialect | None = None, target_layers: int | None = None
 ) -> list[Path]:
-    """Writes a drafter, each file whole or not at all; returns the paths. Raises ModelError for what a dialect cannot say.
+    """Writes a drafter, each file whole or not at all; returns the paths.
 
+    Raises ModelError for what a dialect cannot say.
     dialect: the checkpoint's own unless another is named. target_layers: see `dialects.write_config`.
     """
     dialect = dialect or checkpoint.dialect

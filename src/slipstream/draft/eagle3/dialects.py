@@ -1,4 +1,4 @@
-"""How EAGLE, SpecForge, speculators and ModelOpt write a drafter: file, names of tensors, config, convention of layer ids.
+"""How EAGLE, SpecForge, speculators and ModelOpt write a drafter: file, names of tensors, config, layer ids.
 
 | | EAGLE | SpecForge | speculators | ModelOpt |
 |---|---|---|---|---|
