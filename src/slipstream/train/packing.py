@@ -61,7 +61,9 @@ def batch_of(samples: Samples, rows: Sequence[Sequence[int]], row_length: int, d
     shape = (len(rows), row_length)
     tokens, documents = torch.zeros(shape, dtype=torch.int64), torch.full(shape, -1, dtype=torch.int64)
     mask = torch.zeros(shape, dtype=torch.bool)
-    numbers, at_rows, places = [], [], []
+    numbers: list[int] = []
+    at_rows: list[int] = []
+    places: list[int] = []
     for row, inside in enumerate(rows):
         place = 0
         for sample in inside:

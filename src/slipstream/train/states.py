@@ -1,4 +1,4 @@
-"""The target's states over whole samples: computed as they are needed, or read from a disk where they were put before."""
+"""The target's states over whole samples, computed as they are needed."""
 
 from __future__ import annotations
 
@@ -52,11 +52,16 @@ class OnlineStates:
         count, length, device = len(tokens), max(map(len, tokens)), self._target.device
         state = self._state
         if state is None or state.padding_slot < count or state.max_length < length:
-            known = (0, 0) if state is None else (state.padding_slot, state.max_length)
+            if (
+                state is not None
+                and max(count, state.padding_slot) * max(length, state.max_length) <= 2 * _ROWS
+            ):
+                allocated = max(count, state.padding_slot), max(length, state.max_length)
+            else:  # many short samples and few long ones must not add up to many long ones
+                allocated = count, length
             self._state = state = None  # the old one goes before the new one comes
-            count_now, length_now = max(count, known[0]), max(length, known[1])
             self._state = state = State.allocate(
-                self._target.kv_layout(), count_now, length_now, 0, self._target.dtype, device
+                self._target.kv_layout(), *allocated, 0, self._target.dtype, device
             )
         padded = torch.nn.utils.rnn.pad_sequence(list(tokens), batch_first=True).to(device)
         slots = torch.arange(count, device=device)
