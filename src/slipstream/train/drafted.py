@@ -75,6 +75,11 @@ class Drafted:
     def without_loops(self) -> Drafted:
         return Drafted(self.shape, [answer for answer in self.answers if not answer.is_looping])
 
+    def of(self, kinds: Sequence[str], kind: str) -> Drafted:
+        """The answers to prompts of one kind. kinds: of all prompts."""
+        chosen = [each for each, its in zip(self.answers, kinds, strict=True) if its == kind]
+        return Drafted(self.shape, chosen)
+
     def _sum(self, name: str) -> list[int]:
         """tried or accepted, by position."""
         found = [0] * self.shape.levels

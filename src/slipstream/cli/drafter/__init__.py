@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from slipstream.cli.drafter import data
+from slipstream.cli.drafter import eval as evaluation
 
 app = typer.Typer(
     help="Make a drafter for a model: its training data, its training, its tests.",
@@ -12,6 +13,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("data")(data.data)
+app.command("eval")(evaluation.evaluate)
 
 
 @app.callback()
