@@ -1,4 +1,4 @@
-"""Random EAGLE-3 modules beside targets that are nothing but a table of states, so small that guesses are often right."""
+"""Random EAGLE-3 modules beside targets that are but a table of states, so small that guesses are often right."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from types import SimpleNamespace
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from slipstream.draft.eagle3.shape import Eagle3Shape
 from slipstream.train.eagle3_model import Eagle3Module
@@ -70,8 +71,22 @@ def outcome(module, toy, samples, rows, width, steps):
 
 def alone(module, toy, samples, number, steps):
     """A sample's draft logits [steps, T, Vd], run by itself."""
+    if not len(samples.sample(number)[0]):
+        return torch.empty(steps, 0, len(module.ids))
     tokens = samples.sample(number)[0].long()[None]
     given = toy.features[number][None]
     return torch.stack(
         module(tokens, torch.zeros_like(tokens), given, steps, lambda step, normed: module.logits(normed)[0])
     )
+
+
+def make_forgetful(folder) -> None:
+    """A saved model's next token then depends on its last one alone, so that greedy texts soon go round in circles."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    blind = {
+        name: each * 0
+        for name, each in tensors.items()
+        if name.endswith(("o_proj.weight", "down_proj.weight"))
+    }
+    save_file({**tensors, **blind}, path, metadata={"format": "pt"})

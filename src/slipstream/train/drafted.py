@@ -8,6 +8,7 @@ from typing import Any
 
 from slipstream.draft.eagle3.drafter import Eagle3Drafter
 from slipstream.draft.eagle3.grow import depth_for
+from slipstream.engine.controller import SIZES
 from slipstream.engine.engine import Engine, Prompt
 from slipstream.engine.request import SamplingParams, Stats
 from slipstream.errors import SlipstreamError
@@ -162,8 +163,11 @@ def drafted(
         for each in shapes
     ]
     for shape, drafter in zip(shapes, drafters, strict=True):
-        if shape.size > drafter.max_drafted:
-            raise SlipstreamError(f"a {shape.name} cannot be: it has room for {drafter.max_drafted} tokens")
+        most = min(drafter.max_drafted, max(SIZES))
+        if shape.size > most:
+            raise SlipstreamError(
+                f"a {shape.name} cannot be: the most tokens that can be drafted so are {most}"
+            )
     can_draft = set(before.checkpoint.target_ids.tolist())
     total = len(prompts) * (1 + len(shapes))
 

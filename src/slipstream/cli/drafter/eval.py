@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,8 +61,8 @@ def evaluate(
     shapes = _shapes(chain, tree)
     params = SamplingParams(max_new_tokens, temperature)
     check_device(device)
-    checkpoint, target_name = _checkpoint(drafter), target
-    settings: dict[str, Any] = {"drafter": drafter, "target": target_name, "dtype": str(dtype)}
+    checkpoint = _checkpoint(drafter)
+    settings: dict[str, Any] = {"drafter": drafter, "target": target, "dtype": str(dtype)}
     if data:
         if not chain:
             raise SlipstreamError("--chain is 0: the test on --data is one of a chain")
@@ -200,11 +201,18 @@ def _forced(
     with progress_bar() as bar:
         for what, which in (("looping samples", loops), ("samples", ~loops)):
             if bool(which.any()):
-                show = lambda done, total, what=what: bar(f"evaluating {what} (batches)", done, max(1, total))  # noqa: E731
+                title = f"evaluating {what} (batches)"
                 part = samples.select(which)
                 parts.append(
                     teacher_forced(
-                        module, model.target, part, states, steps, row_length, rows=4, progress=show
+                        module,
+                        model.target,
+                        part,
+                        states,
+                        steps,
+                        row_length,
+                        rows=4,
+                        progress=partial(bar, title),
                     )
                 )
     everything = parts[0] if len(parts) == 1 else parts[0] + parts[1]

@@ -61,18 +61,18 @@ _FORCED: list[Row] = [
 
 def tables(found: Found) -> Iterator[Table]:
     """Titles, heads and rows: over everything, and where answers loop, without those."""
-    cases = [("all", f"Over all {found['count']}")]
+    cases = [("all", f"All {found['count']} ")]
     if found["looping"]:
-        cases.append(("without_loops", f"Without the {len(found['looping'])} that repeat themselves"))
+        cases.append(("without_loops", f"Without the {len(found['looping'])} that repeat themselves: "))
     for case, title in cases:
         if found["test"] == "data":
             columns, rows, what = [("", found[case])], _FORCED, "samples, teacher-forced"
         else:
             columns = [(shape["name"], shape[case]) for shape in found["shapes"]]
-            rows, what = _ANSWERED, "answers, the real cycle"
+            rows, what = _ANSWERED, "answers in the real cycle"
         if all(figures for _, figures in columns):
             yield (
-                f"{title}: {what}; out-of-vocabulary is a miss unless said otherwise",
+                f"{title}{what}; out-of-vocabulary is a miss unless said otherwise",
                 ["", *(name for name, _ in columns)],
                 [[name, *(show(figures) for _, figures in columns)] for name, show in rows],
             )
