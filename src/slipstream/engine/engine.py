@@ -88,10 +88,18 @@ class Engine:
         self._state = State.allocate(
             target.kv_layout(), max_batch, max_length, _MAX_ROWS, self.model.dtype, torch.device(device)
         )
-        if self.drafter is not None:
-            self.drafter.attach(target, max_batch + 1, self._state.table.shape[1])
-        self._controller: Controller | None = None
         self._scheduler = Scheduler(target, self._state, None)
+        self.use(self.drafter)
+
+    def use(self, drafter: Drafter | None) -> None:
+        """Drafts with this one from now on. Raises SlipstreamError while a request waits or runs."""
+        if self._scheduler.waiting or self._scheduler.running:
+            raise SlipstreamError("the drafter cannot be changed while a request is running")
+        if drafter is not None:
+            drafter.attach(self.model.target, self._state.padding_slot + 1, self._state.table.shape[1])
+        self.drafter = drafter
+        self._controller: Controller | None = None  # what it measured was another drafter's
+        self._scheduler.controller = None
 
     def generate(
         self,

@@ -7,7 +7,7 @@ own sample, and, of the later steps, those at t itself: the drafted path so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -77,8 +77,8 @@ class Eagle3Module(nn.Module):
         """What `use` makes of each step's number and normed states [B, T, H]; `logits` turns those into logits.
 
         tokens, documents: int64 [B, T]; samples that lie side by side differ in their document. features: [B, T, F],
-        the target's states at the same places. Step k's row t has read token t + 1 + k and predicts token t + 2 + k; rows
-        for which these lie beyond the sample hold anything.
+        the target's states at the same places. Step k's row t has read token t + 1 + k and predicts token t + 2 + k;
+        rows for which these lie beyond the sample hold anything.
         """
         state = self._fuse(features)
         positions, visible = places(documents), _visible(documents)
@@ -142,10 +142,11 @@ class Eagle3Module(nn.Module):
         make = self._latent if self.shape.decoder.latent else self._grouped
         q, k, v = make(x, f"{at}.self_attn", positions)
         past.append((k, v))
+        seen = tuple(past)  # the list grows with later steps, and a piece is computed again after them
         scale, rows = self.shape.decoder.attention_scale, q.shape[2]
         piece = max(1, _SCORES[q.device.type] // (q.shape[0] * q.shape[1] * rows))
         if piece >= rows:
-            out = _attend(q, visible, scale, 0, [*past])
+            out = _attend(q, visible, scale, 0, seen)
         else:
             pieces = [
                 checkpoint(
@@ -154,7 +155,7 @@ class Eagle3Module(nn.Module):
                     visible[:, i : i + piece],
                     scale,
                     i,
-                    [*past],
+                    seen,
                     use_reentrant=False,
                 )
                 for i in range(0, rows, piece)
@@ -214,7 +215,7 @@ def _key(name: str) -> str:
 
 
 def _attend(
-    q: Tensor, visible: Tensor, scale: float, first: int, past: list[tuple[Tensor, Tensor]]
+    q: Tensor, visible: Tensor, scale: float, first: int, past: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
     """Rows first .. of q [B, heads, R, D] over all keys of step 0 and, of later steps, over those at the row itself."""
     rows, (keys, values) = slice(first, first + q.shape[2]), past[0]
@@ -233,8 +234,7 @@ def places(documents: Tensor) -> Tensor:
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    place = index - torch.where(begins, index, 0).cummax(dim=1).values
-    return torch.where(documents >= 0, place, 0)
+    return (index - torch.where(begins, index, 0).cummax(dim=1).values).where(documents >= 0, 0)
 
 
 def _visible(documents: Tensor) -> Tensor:

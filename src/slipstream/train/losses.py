@@ -28,6 +28,8 @@ class Goals:
     """[B, T, Vd]: its distribution, over the draft vocabulary alone, renormalised."""
     best: Tensor
     """int64 [B, T]: its first choice, of the whole vocabulary."""
+    draftable: Tensor
+    """int64 [B, T]: its first choice among the draft vocabulary, as the target numbers it."""
     mass: Tensor
     """float32 [B, T]: the probability that the draft vocabulary has of the whole."""
 
@@ -50,6 +52,12 @@ class Outcome:
     """Those of `seen` whose target's first choice the drafter can draft at all."""
     overlap: Tensor
     """Sum over `seen` of sum(min(p, q)), p over the whole vocabulary: what sampling would accept."""
+    counted_draftable: Tensor
+    """Those of `counted` whose target's first choice the drafter can draft."""
+    lenient_counted: Tensor
+    """As `counted`, where the target's choice is taken among the draft vocabulary, so that nothing is out of it."""
+    lenient_right: Tensor
+    """As `right`, by the same."""
 
 
 def features_of(batch: Batch, states: States) -> tuple[Tensor, Tensor]:
@@ -77,37 +85,40 @@ def _lengths(batch: Batch) -> list[int]:
 @torch.no_grad()
 def goals_of(target: Target, hidden: Tensor, ids: Tensor, dtype: torch.dtype) -> Goals:
     """hidden: [B, T, H], the target's final states. ids: int64 [Vd]. dtype: of the distribution that is kept."""
-    softs, bests, masses = [], [], []
+    softs, bests, draftables, masses = [], [], [], []
     for part in hidden.flatten(0, 1).split(max(1, _LOGITS // target.shape.vocab_size)):
         logits = target.logits(part)
         drafted = logits[:, ids]
         bests.append(logits.argmax(-1))
+        draftables.append(ids[drafted.argmax(-1)])
         masses.append((drafted.logsumexp(-1) - logits.logsumexp(-1)).exp())
         softs.append(drafted.softmax(-1).to(dtype))
     shape = hidden.shape[:2]
-    return Goals(*(torch.cat(parts).unflatten(0, shape) for parts in (softs, bests, masses)))
+    return Goals(*(torch.cat(parts).unflatten(0, shape) for parts in (softs, bests, draftables, masses)))
 
 
 def outcome_of(head: Eagle3Module, batch: Batch, features: Tensor, goals: Goals, steps: int) -> Outcome:
     """Runs the training-time test over a batch."""
     can_draft = torch.isin(goals.best, head.ids)
-    alive = torch.ones_like(batch.mask)
+    alive = alive_leniently = torch.ones_like(batch.mask)
     figures: list[list[Tensor]] = []
 
     def use(step: int, normed: Tensor) -> Tensor:
-        nonlocal alive
+        nonlocal alive, alive_leniently
         inside = (shifted(batch.documents, step + 2) == batch.documents) & (batch.documents >= 0)
         counts = shifted(batch.mask, step + 2) & inside
         has_goal = counts & shifted(can_draft, step + 1)
         rows = counts.nonzero()
-        loss, hit, overlap = _rows_of(head, normed, rows, step, goals, has_goal)
-        hits = torch.zeros_like(counts)
-        hits[rows[:, 0], rows[:, 1]] = hit
-        counted = counts & alive
-        alive = alive & hits
-        figures.append(
-            [counted.sum(), (counts & alive).sum(), counts.sum(), hits.sum(), has_goal.sum(), overlap]
-        )
+        loss, chosen, overlap = _rows_of(head, normed, rows, step, goals, has_goal)
+        tokens = torch.full_like(batch.tokens, -1)
+        tokens[rows[:, 0], rows[:, 1]] = chosen
+        hits = counts & (tokens == shifted(goals.best, step + 1))
+        agrees = counts & (tokens == shifted(goals.draftable, step + 1))
+        counted, counted_leniently = counts & alive, counts & alive_leniently
+        alive, alive_leniently = alive & hits, alive_leniently & agrees
+        every = [counted, alive, counts, hits, has_goal, overlap]
+        every += [counted & has_goal, counted_leniently, alive_leniently]
+        figures.append([each.sum() for each in every])
         return loss
 
     losses = head(batch.tokens, batch.documents, features, steps, use)
@@ -117,9 +128,9 @@ def outcome_of(head: Eagle3Module, batch: Batch, features: Tensor, goals: Goals,
 def _rows_of(
     head: Eagle3Module, normed: Tensor, rows: Tensor, step: int, goals: Goals, has_goal: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of a step's rows (int64 [R, 2]), which of them hit (bool [R]), and their overlap."""
+    """The loss of a step's rows (int64 [R, 2]), what is drafted for each (int64 [R]), and their overlap."""
     piece = max(1, _LOGITS // len(head.ids))
-    total, hits, overlap = normed.sum() * 0.0, [], torch.zeros((), device=normed.device)
+    total, drafted, overlap = normed.sum() * 0.0, [], torch.zeros((), device=normed.device)
     for part in rows.split(piece):
         at, goal_at = (part[:, 0], part[:, 1]), (part[:, 0], part[:, 1] + step + 1)
         arguments = (head, normed[at], goals.soft[goal_at], has_goal[at], goals.mass[goal_at])
@@ -128,9 +139,8 @@ def _rows_of(
         else:
             loss, chosen, shared = _piece(*arguments)
         total, overlap = total + loss, overlap + shared
-        hits.append(head.ids[chosen] == goals.best[goal_at])
-    hit = torch.cat(hits) if hits else rows.new_zeros(0, dtype=torch.bool)
-    return total, hit, overlap
+        drafted.append(head.ids[chosen])
+    return total, torch.cat(drafted), overlap
 
 
 def _piece(

@@ -1,4 +1,4 @@
-"""The target's states over whole samples: computed as they are needed, or read from a disk where they were put before."""
+"""The target's states over whole samples, computed as they are needed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from slipstream.target.rows import Rows
 
 _ROWS = 1 << 16
 """Rows of one forward at most, padding included."""
+_FORWARD_ROWS = {"cpu": 64, "cuda": 1 << 14}
+"""What a forward costs beside its rows, in rows: on a GPU its launches, in eager torch (docs/log.md)."""
 
 
 class OnlineStates:
@@ -31,15 +33,16 @@ class OnlineStates:
         order = sorted(range(len(tokens)), key=lambda i: len(tokens[i]))
         found: dict[int, tuple[Tensor, Tensor]] = {}
         begin = 0
+        worth = _FORWARD_ROWS[self._target.device.type]
         while begin < len(order):
-            end = begin + 1
-            # A group ends where padding its shortest sample to the longest would cost a quarter more.
-            while (
-                end < len(order)
-                and len(tokens[order[end]]) <= 1.25 * len(tokens[order[begin]]) + 16
-                and (end + 1 - begin) * len(tokens[order[end]]) <= _ROWS
-            ):
-                end += 1
+            end, real = begin + 1, len(tokens[order[begin]])
+            # A group ends where padding it to one more sample would cost more than another forward.
+            while end < len(order):
+                longest = len(tokens[order[end]])
+                padded = (end + 1 - begin) * longest
+                if padded > _ROWS or padded - real - longest > worth:
+                    break
+                end, real = end + 1, real + longest
             group = order[begin:end]
             features, hidden = self._run([tokens[i] for i in group])
             for row, i in enumerate(group):
@@ -52,11 +55,16 @@ class OnlineStates:
         count, length, device = len(tokens), max(map(len, tokens)), self._target.device
         state = self._state
         if state is None or state.padding_slot < count or state.max_length < length:
-            known = (0, 0) if state is None else (state.padding_slot, state.max_length)
+            if (
+                state is not None
+                and max(count, state.padding_slot) * max(length, state.max_length) <= 2 * _ROWS
+            ):
+                allocated = max(count, state.padding_slot), max(length, state.max_length)
+            else:  # many short samples and few long ones must not add up to many long ones
+                allocated = count, length
             self._state = state = None  # the old one goes before the new one comes
-            count_now, length_now = max(count, known[0]), max(length, known[1])
             self._state = state = State.allocate(
-                self._target.kv_layout(), count_now, length_now, 0, self._target.dtype, device
+                self._target.kv_layout(), *allocated, 0, self._target.dtype, device
             )
         padded = torch.nn.utils.rnn.pad_sequence(list(tokens), batch_first=True).to(device)
         slots = torch.arange(count, device=device)
