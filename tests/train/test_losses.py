@@ -74,7 +74,7 @@ def test_pieces_change_nothing(samples, monkeypatch, kind, scores, logits):
     module, toy = module_of(kind, norm_output=True), Toy(LENGTHS)
     whole = outcome(module, toy, samples, ROWS, WIDTH, STEPS)
     expected = loss_and_gradients(module, [whole])
-    monkeypatch.setattr("slipstream.train.eagle3_model._SCORES", scores)
+    monkeypatch.setattr("slipstream.train.eagle3_model._SCORES", {"cpu": scores})
     monkeypatch.setattr("slipstream.train.losses._LOGITS", logits)
     pieces = outcome(module, toy, samples, ROWS, WIDTH, STEPS)
     for name, value in vars(whole).items():

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -19,8 +18,9 @@ from slipstream.draft.eagle3.checkpoint import Checkpoint, save
 from slipstream.draft.eagle3.shape import weight_names
 from slipstream.errors import DataError
 from slipstream.target.load import LoadedModel
+from slipstream.train.acceptance import Acceptance
 from slipstream.train.begin import Design, export, fine_tune, from_scratch
-from slipstream.train.evaluate import Acceptance, teacher_forced
+from slipstream.train.evaluate import teacher_forced
 from slipstream.train.losses import States
 from slipstream.train.offline import OfflineStates, states_bytes, write_states
 from slipstream.train.ranks import Ranks, shard
