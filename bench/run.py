@@ -39,6 +39,7 @@ TOKENS = 128
 DTYPES = ("float32", "bfloat16")
 FORMATS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("bfloat16", "int4"))
 """(dtype, weights) of what slipstream offers on a CPU."""
+DRAFTERS = ("ngram", "eagle3")
 ROWS = (1, 2, 4, 8, 16, 32)
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.json"
 
@@ -47,8 +48,8 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def engine(dtype: str, weights: str = "auto") -> slipstream.Engine:
-    return slipstream.Engine(dtype=dtype, weights=weights, max_batch=1)
+def engine(dtype: str, weights: str = "auto", draft: str = "ngram") -> slipstream.Engine:
+    return slipstream.Engine(dtype=dtype, weights=weights, draft=draft, max_batch=1)
 
 
 def few_of_each_kind(count: int) -> list[Prompt]:
@@ -114,36 +115,60 @@ def measure_transformers() -> dict[str, Any]:
 
 
 def measure_speculation() -> dict[str, Any]:
-    """Speculative against plain by format and kind: decode seconds of all shipped prompts, twice, in turn."""
+    """Speculative against plain by format, drafter and kind: decode seconds of all shipped prompts, twice, in turn."""
     prompts = load_prompts()
     params = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
     result: dict[str, Any] = {"prompts": len(prompts), "formats": {}}
     for dtype, weights in FORMATS:
-        model = engine(dtype, weights)
-        seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"plain": [], "ngram": []})
-        tokens: dict[str, list[float]] = defaultdict(list)
-        model.generate(prompts[0].prompt, params)  # warm-up; measures the costs
+        models = {draft: engine(dtype, weights, draft) for draft in DRAFTERS}
+        seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        tokens: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for model in models.values():
+            model.generate(prompts[0].prompt, params)  # warm-up; measures the costs
         for round_ in range(2):
             for number, prompt in enumerate(prompts):
-                done = {}
-                for speculate in (False, True) if (number + round_) % 2 else (True, False):
-                    done[speculate] = model.generate(prompt.prompt, params, speculate=speculate)
-                    name = "ngram" if speculate else "plain"
-                    seconds[prompt.kind][name].append(done[speculate].stats.decode_s)
-                assert done[True].token_ids == done[False].token_ids, "speculation changed a text"
-                tokens[prompt.kind].append(done[True].stats.tokens_per_cycle)
-        result["formats"][f"{dtype}, weights {weights}"] = {
+                ways = ["plain", *DRAFTERS] if (number + round_) % 2 else [*DRAFTERS[::-1], "plain"]
+                done = {
+                    way: models.get(way, models[DRAFTERS[0]]).generate(
+                        prompt.prompt, params, speculate=way != "plain"
+                    )
+                    for way in ways
+                }
+                for way, answer in done.items():
+                    assert answer.token_ids == done["plain"].token_ids, f"{way} changed a text"
+                    seconds[prompt.kind][way].append(answer.stats.decode_s)
+                    tokens[prompt.kind][way].append(answer.stats.tokens_per_cycle)
+        result["formats"][f"{dtype}, weights {weights}"] = by_kind = {
             kind: {
                 "plain": TOKENS * len(s["plain"]) / sum(s["plain"]),
-                "ngram": TOKENS * len(s["ngram"]) / sum(s["ngram"]),
-                "ratio": sum(s["plain"]) / sum(s["ngram"]),
-                "tokens_per_cycle": statistics.mean(tokens[kind]),
+                **{
+                    draft: {
+                        "tokens_per_s": TOKENS * len(s[draft]) / sum(s[draft]),
+                        "ratio": sum(s["plain"]) / sum(s[draft]),
+                        "tokens_per_cycle": statistics.mean(tokens[kind][draft]),
+                    }
+                    for draft in DRAFTERS
+                },
             }
             for kind, s in seconds.items()
         }
-        by_kind = result["formats"][f"{dtype}, weights {weights}"]
-        say(f"  {dtype} {weights}: " + ", ".join(f"{kind} {v['ratio']:.2f}" for kind, v in by_kind.items()))
+        for draft in DRAFTERS:
+            shown = ", ".join(f"{kind} {v[draft]['ratio']:.2f}" for kind, v in by_kind.items())
+            say(f"  {dtype} {weights} {draft}: {shown}")
+        if (dtype, weights) == ("bfloat16", "bfloat16"):
+            result["draft_share"] = {draft: draft_share(models[draft], prompts) for draft in DRAFTERS}
     return result
+
+
+def draft_share(model: slipstream.Engine, prompts: Sequence[Prompt]) -> float:
+    """The share of a cycle's time that drafting takes, over the chat prompts."""
+    params = SamplingParams(max_new_tokens=64, ignore_eos=True)
+    with spans.recording() as recorder:
+        for prompt in prompts:
+            if prompt.kind == "chat":
+                model.generate(prompt.prompt, params)
+    by_span, total = recorder.self_us(), recorder.total_us()
+    return sum(us for name, us in by_span.items() if name.split(".")[0] == "draft") / total
 
 
 def measure_verify() -> dict[str, Any]:

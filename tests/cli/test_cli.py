@@ -188,7 +188,6 @@ def test_unsupported_options_are_refused_by_name(
         ["nothing"],
         ["generate"],
         ["generate", "hi", "--bogus"],
-        ["diagnose", "--draft", "magic"],
         ["diagnose", "--threads", "0"],
     ],
 )

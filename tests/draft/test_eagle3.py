@@ -9,7 +9,7 @@ import torch
 
 import slipstream
 from slipstream.draft.eagle3.checkpoint import Checkpoint, load, save
-from slipstream.draft.eagle3.drafter import Eagle3Drafter
+from slipstream.draft.eagle3.drafter import Eagle3Drafter, _embedding
 from slipstream.engine.request import SamplingParams
 from slipstream.errors import ModelError
 from slipstream.train.states import OnlineStates
@@ -206,6 +206,4 @@ def test_a_drafter_with_an_embedding_of_its_own(tmp_path):
     assert drafts[0] == drafts[1] != drafts[2]
     wide = dataclasses.replace(head.shape, decoder=dataclasses.replace(head.shape.decoder, hidden_size=32))
     with pytest.raises(ModelError, match="no embedding of its own"):
-        from slipstream.draft.eagle3.drafter import _embedding
-
         _embedding(Checkpoint.of(wide, {}), target)

@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from slipstream.cli.options import Draft, Dtype, Weights
+from slipstream.cli.options import DRAFT_HELP, Dtype, Weights, draft_or_none
 
 
 def diagnose(
     model: Annotated[
         str, typer.Argument(help="A name, a folder, a .gguf file or a Hugging Face id.")
     ] = "smollm2-135m",
-    draft: Annotated[Draft, typer.Option(help="What guesses the next tokens.")] = Draft.NGRAM,
+    draft: Annotated[str, typer.Option(help=DRAFT_HELP)] = "ngram",
     dtype: Annotated[Dtype, typer.Option(help="Number format of the computation.")] = Dtype.AUTO,
     weights: Annotated[Weights, typer.Option(help="Number format of the weights.")] = Weights.AUTO,
     prompts: Annotated[
@@ -49,7 +49,7 @@ def diagnose(
 
     engine = slipstream.Engine(
         model,
-        draft=draft.name_or_none,
+        draft=draft_or_none(draft),
         dtype=dtype,
         weights=weights,
         max_length=max_length,

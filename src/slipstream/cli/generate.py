@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.cli.options import Draft, Dtype, Weights
+from slipstream.cli.options import DRAFT_HELP, Dtype, Weights, draft_or_none
 from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def generate(
     model: Annotated[
         str, typer.Option(help="A name, a folder, a .gguf file or a Hugging Face id.")
     ] = "smollm2-135m",
-    draft: Annotated[Draft, typer.Option(help="What guesses the next tokens.")] = Draft.NGRAM,
+    draft: Annotated[str, typer.Option(help=DRAFT_HELP)] = "ngram",
     dtype: Annotated[Dtype, typer.Option(help="Number format of the computation.")] = Dtype.AUTO,
     weights: Annotated[Weights, typer.Option(help="Number format of the weights.")] = Weights.AUTO,
     max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 256,
@@ -68,7 +68,7 @@ def generate(
 
     engine = slipstream.Engine(
         model,
-        draft=draft.name_or_none,
+        draft=draft_or_none(draft),
         dtype=dtype,
         weights=weights,
         max_length=max_length,

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+DRAFT_HELP = "What guesses the next tokens: ngram, eagle3 (for SmolLM2), none, or a drafter's folder."
 
-class Draft(StrEnum):
-    """What guesses the next tokens."""
 
-    NGRAM = "ngram"
-    EAGLE3 = "eagle3"
-    NONE = "none"
-
-    @property
-    def name_or_none(self) -> str | None:
-        """As the engine takes it."""
-        return None if self is Draft.NONE else self.value
+def draft_or_none(name: str) -> str | None:
+    """As the engine takes it."""
+    return None if name == "none" else name
 
 
 class Dtype(StrEnum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Literal
@@ -57,7 +58,8 @@ class Engine:
         """Loads a model.
 
         model: a name (`smollm2-135m`), a directory, a .gguf file, or a Hugging Face id. draft: what proposes tokens
-        (`ngram`, `eagle3` for SmolLM2, a Drafter of your own, or None for plain decoding). dtype: of activations and
+        (`ngram`, `eagle3` for SmolLM2, the folder of an EAGLE-3 drafter, a Drafter of your own, or None for plain
+        decoding). dtype: of activations and
         KV (auto, float32, bfloat16). weights: the format of the linear layers (auto: as dtype; float32, bfloat16,
         int8, int4).
         max_length: the longest prompt + output in tokens (default: 2048, or what the model can). max_batch: requests
@@ -72,7 +74,7 @@ class Engine:
             torch.set_num_threads(threads)
         if (max_length is not None and max_length < 2) or max_batch < 1:
             raise SlipstreamError("max_length must be at least 2 and max_batch at least 1")
-        self.drafter = _drafter(draft)
+        self.drafter = _drafter(draft)  # before the model: what is wrong with it is known sooner
         self.model: LoadedModel = load(
             model,
             dtype=dtype,
@@ -326,4 +328,8 @@ def _drafter(draft: str | Drafter | None) -> Drafter | None:
         return NGramDrafter()
     if draft == "eagle3":
         return Eagle3Drafter(SMOLLM2_HEAD)
-    raise SlipstreamError(f"unknown drafter {draft!r}; known are {', '.join(DRAFTERS)}, or none")
+    if (folder := Path(draft).expanduser()).is_dir():
+        return Eagle3Drafter(folder)
+    raise SlipstreamError(
+        f"unknown drafter {draft!r}; give {', '.join(DRAFTERS)}, none, or a drafter's folder"
+    )

@@ -116,7 +116,7 @@ def fine_tune(checkpoint: Checkpoint, target: Target, samples: Samples) -> tuple
 
 
 def is_unset(ids: Tensor, vocabulary: int) -> bool:
-    """Whether a map is what a forgotten one looks like: the first tokens of a larger vocabulary (verl-SpeCo issue 66)."""
+    """Whether a map is what a forgotten one looks like: the first tokens of a larger vocabulary (verl-SpeCo#66)."""
     return len(ids) < vocabulary and torch.equal(ids, torch.arange(len(ids)))
 
 
@@ -142,9 +142,8 @@ def _table(target: Target) -> Tensor:
 def output_rows(target: Target, ids: Tensor) -> Tensor:
     """float32 [Vd, H]: the target's output layer at these tokens, read by giving it the unit vectors."""
     size = target.shape.hidden_size
-    columns = []
-    for unit in torch.eye(size, dtype=target.dtype, device=target.device).split(64):
-        columns.append(target.logits(unit)[:, ids])
+    units = torch.eye(size, dtype=target.dtype, device=target.device).split(64)
+    columns = [target.logits(part)[:, ids] for part in units]
     return torch.cat(columns).T.contiguous()
 
 

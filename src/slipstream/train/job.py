@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -39,7 +39,7 @@ class Job:
 
     out: Path
     recipe: Recipe
-    design: Design = Design()
+    design: Design = field(default_factory=Design)
     start: Checkpoint | None = None
     """A drafter to fine-tune; None begins from scratch."""
     held_out: int = 512

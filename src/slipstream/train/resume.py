@@ -51,7 +51,7 @@ def save_state(folder: Path, trainer: Trainer, settings: dict[str, Any]) -> None
 
 
 def load_state(folder: Path, trainer: Trainer, settings: dict[str, Any]) -> bool:
-    """Continues from what `save_state` wrote; False when there is nothing. Raises DataError when it is of another training."""
+    """Continues from what `save_state` wrote; False when there is nothing. Raises DataError for another training's."""
     path = folder / STATE
     if not path.exists():
         return False

@@ -64,7 +64,7 @@ class Trainer:
     def __init__(
         self, module: Eagle3Module, target: Target, samples: Samples, states: States, recipe: Recipe
     ) -> None:
-        """module: already sharded where there are several ranks. Raises DataError when there is not one update's data."""
+        """module: already sharded where there are several ranks. Raises DataError for less than one update's data."""
         self.module, self.target, self.samples, self.states, self.recipe = (
             module,
             target,

@@ -17,23 +17,71 @@ from slipstream.target.shape import ModelShape
 Config = dict[str, Any]
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-_LAYERS = (
-    "hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size num_hidden_layers"
-    " rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings q_lora_rank kv_lora_rank"
-    " qk_nope_head_dim qk_rope_head_dim v_head_dim rope_interleave"
-).split()
+_LAYERS = [
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "rope_interleave",
+]
 _OWN = ("family", "taps", "draft_vocab_size", "target_hidden_size", "fc_bias", "later_norm", *FLAGS)
 USED = frozenset((*_LAYERS, *_OWN))
 """Keys of the common form that a shape is made from."""
 INERT = frozenset(
-    (
-        "bos_token_id eos_token_id pad_token_id initializer_range use_cache transformers_version model_type torch_dtype"
-        " dtype attention_dropout pretraining_tp max_window_layers auto_map _name_or_path name_or_path base_model_ep_plan"
-        " base_model_tp_plan base_model_pp_plan has_no_defaults_at_init speculators_version embed_requires_grad"
-        " tie_word_embeddings target_model_type rope_interleaved_cache num_nextn_predict_layers qk_head_dim"
-        " first_k_dense_replace moe_layer_freq moe_intermediate_size n_group topk_group topk_method scoring_func"
-        " norm_topk_prob routed_scaling_factor num_experts_per_tok ep_size aux_loss_alpha seq_aux speculators_config"
-    ).split()
+    [
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "initializer_range",
+        "use_cache",
+        "transformers_version",
+        "model_type",
+        "torch_dtype",
+        "dtype",
+        "attention_dropout",
+        "pretraining_tp",
+        "max_window_layers",
+        "auto_map",
+        "_name_or_path",
+        "name_or_path",
+        "base_model_ep_plan",
+        "base_model_tp_plan",
+        "base_model_pp_plan",
+        "has_no_defaults_at_init",
+        "speculators_version",
+        "embed_requires_grad",
+        "tie_word_embeddings",
+        "target_model_type",
+        "num_nextn_predict_layers",
+        "qk_head_dim",
+        "first_k_dense_replace",
+        "moe_layer_freq",
+        "moe_intermediate_size",
+        "n_group",
+        "topk_group",
+        "topk_method",
+        "scoring_func",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+        "num_experts_per_tok",
+        "ep_size",
+        "aux_loss_alpha",
+        "seq_aux",
+        "speculators_config",
+    ]
 )
 """Keys that change nothing here: of the tokenizer, of training, of a mixture of experts that is not there, of a tied
 output layer (a drafter's own is always in the file)."""

@@ -20,7 +20,7 @@ from slipstream.draft.eagle3.network import Network
 from slipstream.draft.text import Text
 from slipstream.draft.tree import Tree
 from slipstream.errors import ModelError
-from slipstream.kernels.linear import Format
+from slipstream.kernels.linear import GROUP, Format
 from slipstream.kernels.sampling import argmax
 from slipstream.target.family import Target
 from slipstream.target.rows import Rows
@@ -34,7 +34,7 @@ _MARGIN = 64
 
 
 class Eagle3Drafter(Drafter):
-    """A drafter from a folder (`checkpoint.py`), with chains or with the dynamic trees of EAGLE-2 (arXiv 2406.16858)."""
+    """A drafter from a folder (`checkpoint.py`): chains, or the dynamic trees of EAGLE-2 (arXiv 2406.16858)."""
 
     name = "eagle3"
 
@@ -45,20 +45,29 @@ class Eagle3Drafter(Drafter):
         *,
         top_k: int = 4,
         depth: int = 6,
-        weights: Format = "bfloat16",
+        weights: Format | None = None,
+        temperature: float = 0.0,
     ) -> None:
         """max_drafted: the most tokens of one draft. top_k: nodes that each level of the tree keeps and that each of
-        them tries; 1 drafts chains. depth: the longest path of a tree. weights: the format of its linear layers.
-        Raises ModelError.
+        them tries; 1 drafts chains. depth: the longest path of a tree. weights: the format of its linear layers; by
+        default 8 bits, which cost no acceptance that was seen (docs/log.md), where they fit. temperature: above 0 a chain
+        is sampled from the drafter's own distribution instead of its first choices, and accepted by rejection sampling
+        where the request samples too. Raises ModelError.
         """
         if top_k < 1 or depth < 1 or max_drafted < 1:
             raise ModelError("a draft has at least one token, one level and one try")
+        if temperature > 0 and top_k > 1:
+            raise ModelError(
+                "a sampled draft is a chain: a tree that keeps its best nodes would not be a fair sample"
+            )
+        self._temperature = temperature
+        self._draw: torch.Generator | None = None
         self.checkpoint = drafter if isinstance(drafter, Checkpoint) else load(drafter)
         self.top_k = top_k = min(top_k, self.checkpoint.shape.draft_vocab_size)
         self.is_tree = top_k > 1
         self.max_drafted = min(max_drafted, capacity(top_k, depth)) if self.is_tree else max_drafted
         self.depth = depth if self.is_tree else max_drafted
-        self._format: Format = weights
+        self._format: Format = weights or _format(self.checkpoint)
 
     def attach(self, target: Target, slots: int, width: int) -> None:
         self.shape = self.checkpoint.shape.paired(target.shape)
@@ -104,16 +113,27 @@ class Eagle3Drafter(Drafter):
         is_valid = (text.length[slots] >= 2)[:, None]
         if self.is_tree and size > 1:
             return self._tree(slots, last, state, normed, size, is_valid)
-        tokens = [self._best(normed)]
+        chosen = [self._choose(normed)]
         for step in range(1, size):
-            state, normed = self._run(tokens[-1][:, None], state, self._rows(slots, last + step))
-            tokens.append(self._best(normed))
-        drafted = torch.stack(tokens, dim=1)
-        return Tree.chain(drafted, is_valid.expand_as(drafted))
+            state, normed = self._run(chosen[-1][0][:, None], state, self._rows(slots, last + step))
+            chosen.append(self._choose(normed))
+        drafted = torch.stack([tokens for tokens, _ in chosen], dim=1)
+        q = [q for _, q in chosen if q is not None]
+        return Tree.chain(drafted, is_valid.expand_as(drafted), torch.stack(q, dim=1) if q else None)
 
-    def _best(self, normed: Tensor) -> Tensor:
-        """int64 [B]: the likeliest token after states [B, 1, H], as the target numbers it."""
-        return self._ids[argmax(self._network.logits(normed[:, 0]))]
+    def _choose(self, normed: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The next token after states [B, 1, H], as the target numbers it (int64 [B]): the likeliest, or one that is
+        drawn, with the distribution that it is drawn from (float32 [B, V])."""
+        logits = self._network.logits(normed[:, 0])
+        if not self._temperature:
+            return self._ids[argmax(logits)], None
+        if self._draw is None:
+            self._draw = torch.Generator(self._device).manual_seed(0)
+        among = (logits / self._temperature).softmax(-1)
+        tokens = self._ids[torch.multinomial(among, 1, generator=self._draw)[:, 0]]
+        q = among.new_zeros(len(among), self.shape.vocab_size)
+        q[:, self._ids] = among
+        return tokens, q
 
     def _tree(
         self, slots: Tensor, last: Tensor, state: Tensor, normed: Tensor, size: int, is_valid: Tensor
@@ -196,6 +216,18 @@ class Eagle3Drafter(Drafter):
         table = self._embedding
         embedded = self._target.embed(tokens) if table is None else table[tokens]
         return self._network(embedded, state, rows, self._kv)
+
+
+def _format(checkpoint: Checkpoint) -> Format:
+    """8 bits where every linear layer's input is made of whole groups."""
+    inputs = {
+        t.shape[-1]
+        for name, t in checkpoint.tensors.items()
+        if t.dim() == 2 and name != "embed_tokens.weight"
+    }
+    latent = checkpoint.shape.decoder.latent
+    inputs |= {latent.nope_dim} if latent else set()
+    return "bfloat16" if any(size % GROUP for size in inputs) else "q8_0"
 
 
 def _embedding(checkpoint: Checkpoint, target: Target) -> Tensor | None:

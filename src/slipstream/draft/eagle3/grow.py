@@ -1,4 +1,4 @@
-"""The dynamic tree of EAGLE-2 (arXiv 2406.16858, section 4): grown by the drafter's own confidence, then pruned by it."""
+"""The dynamic tree of EAGLE-2 (arXiv 2406.16858, section 4): grown and pruned by the drafter's own confidence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def capacity(width: int, levels: int) -> int:
 
 
 def depth_for(size: int, width: int, longest: int) -> int:
-    """How many levels a tree of `size` nodes grows, `width` kept at each: enough to fill it, and no deeper than pays."""
+    """The levels of a tree of `size` nodes, `width` kept at each: enough to fill it, and no more than pay."""
     levels = 1
     while capacity(width, levels) < size:
         levels += 1

@@ -10,7 +10,7 @@ from slipstream.target.shape import ModelShape
 
 @dataclass(frozen=True)
 class Eagle3Shape:
-    """A decoder whose first layer is twice as wide at its entrance, with an output layer over a part of the vocabulary."""
+    """A decoder whose first layer is twice as wide at its entrance, and whose output is part of the vocabulary."""
 
     decoder: ModelShape
     """Its layers, its rotary embedding and the target's vocabulary; grouped-query or latent attention."""
