@@ -96,6 +96,8 @@ def train(
         boundaries = tuple(int(each) for each in taps.split(",")) if taps else None
     except ValueError:
         raise DataError(f"--taps is {taps!r}; it must be numbers with commas, such as 2,15,27") from None
+    if start and out.resolve() == start.resolve():
+        raise DataError(f"{out} is the drafter that --from names; give another folder")
     given = load_drafter(start) if start else None
     ranks = ranks_of.join(device)
     try:
@@ -103,7 +105,7 @@ def train(
             precision = "bfloat16" if ranks.device.startswith("cuda") else "float32"
         recipe = Recipe(
             steps=steps, decay=decay, row_length=row_length, rows=rows, accumulate=accumulate, epochs=epochs,
-            lr=lr or (3e-5 if start else 3e-4), weight_decay=weight_decay, clip=clip, warmup=warmup,
+            lr=(3e-5 if start else 3e-4) if lr is None else lr, weight_decay=weight_decay, clip=clip, warmup=warmup,
             precision=precision, seed=seed,
         )  # fmt: skip
         design = Design(
