@@ -123,7 +123,7 @@ def test_other_settings_do_not_continue(target, samples, tmp_path):
     run_to(first, 1)
     save_state(tmp_path, first, settings_of(first, data="a", target="this"))
     for settings, data, words in (
-        ({"lr": 1e-3, "steps": 2}, "a", "steps was 3 and is 2; lr was 0.002 and is 0.001"),
+        ({"lr": 1e-3, "steps": 2}, "a", "lr was 0.002 and is 0.001; steps was 3 and is 2"),
         ({}, "b", "data was 'a' and is 'b'"),
     ):
         other = trainer_of(target, samples, changed(**settings))

@@ -166,4 +166,3 @@ def output_rows(target: Target, ids: Tensor) -> Tensor:
     for unit in torch.eye(size, dtype=target.dtype, device=target.device).split(64):
         columns.append(target.logits(unit)[:, ids])
     return torch.cat(columns).T.contiguous()
-

@@ -19,7 +19,8 @@ from slipstream.errors import DataError
 from slipstream.train.ranks import settle
 from slipstream.train.trainer import Trainer, full
 
-STATE = "state.safetensors"
+STATE = "training.state"
+"""Not named *.safetensors: whoever loads the drafter would take it for a part of its weights."""
 
 
 class DiskError(DataError):
