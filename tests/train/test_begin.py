@@ -102,9 +102,9 @@ def test_another_start_does_not_continue(model, samples, tmp_path):
     start = drafter_in(tmp_path / "start", model.target)
     do(tmp_path / "out", model, samples, start=start, minutes=0.0)
     other = start.changed({"norm.weight": start.tensors["norm.weight"] + 1})
-    with pytest.raises(DataError, match="other settings .*start was"):
+    with pytest.raises(DataError, match=r"other settings .*start was"):
         do(tmp_path / "out", model, samples, start=other)
-    with pytest.raises(DataError, match="other settings .*start was .* is 'random'"):
+    with pytest.raises(DataError, match=r"other settings .*start was .* is 'random'"):
         do(tmp_path / "out", model, samples, design=dataclasses.replace(DESIGN))
 
 
@@ -131,10 +131,10 @@ def test_drafters_that_cannot_be_right_are_refused(model, samples, tmp_path):
     d2t[-1] = VOCABULARY
     with pytest.raises(ModelError, match="d2t leads out of the target's vocabulary of 96"):
         fine_tune(start.changed({"d2t": d2t}), model.target, samples, 64)
-    with pytest.raises(ModelError, match="holds absolute ids|d2t"):
+    with pytest.raises(ModelError, match=r"holds absolute ids|d2t"):
         fine_tune(start.changed({"d2t": start.target_ids}), model.target, samples, 64)
+    tensors = {name: each for name, each in start.tensors.items() if name != "fc.weight"}
     with pytest.raises(ModelError, match=r"the tensor fc\.weight is missing"):
-        tensors = {name: each for name, each in start.tensors.items() if name != "fc.weight"}
         fine_tune(dataclasses.replace(start, tensors=tensors), model.target, samples, 64)
     path = tmp_path / "start" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])

@@ -112,7 +112,8 @@ def fine_tune(
 ) -> tuple[Eagle3Module, float]:
     """The module of a drafter that exists, its map of tokens bit for bit; and the map's coverage of the data.
 
-    positions: of the longest sample that it will ever see, and the steps. Raises ModelError for a drafter of another target, and for a map that was never set.
+    positions: of the longest sample that it will ever see, and the steps. Raises ModelError for a drafter of another
+    target, and for a map that was never set.
     """
     shape = checkpoint.shape.paired(target.shape)
     if problems := checkpoint.problems():
@@ -132,7 +133,7 @@ def fine_tune(
 
 
 def is_unset(ids: Tensor, vocabulary: int) -> bool:
-    """Whether a map is what a forgotten one looks like: the first tokens of a larger vocabulary (verl-SpeCo issue 66)."""
+    """Whether a map is what a forgotten one looks like: the first tokens of a larger vocabulary (verl-SpeCo #66)."""
     return len(ids) < vocabulary and torch.equal(ids, torch.arange(len(ids)))
 
 
@@ -162,7 +163,6 @@ def _table(target: Target) -> Tensor:
 def output_rows(target: Target, ids: Tensor) -> Tensor:
     """float32 [Vd, H]: the target's output layer at these tokens, read by giving it the unit vectors."""
     size = target.shape.hidden_size
-    columns = []
-    for unit in torch.eye(size, dtype=target.dtype, device=target.device).split(64):
-        columns.append(target.logits(unit)[:, ids])
+    units = torch.eye(size, dtype=target.dtype, device=target.device).split(64)
+    columns = [target.logits(unit)[:, ids] for unit in units]
     return torch.cat(columns).T.contiguous()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class Job:
 
     out: Path
     recipe: Recipe
-    design: Design = Design()
+    design: Design = field(default_factory=Design)
     start: Checkpoint | None = None
     """A drafter to fine-tune; None begins from scratch."""
     held_out: int = 512

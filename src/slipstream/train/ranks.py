@@ -89,6 +89,5 @@ def be_deterministic() -> None:
     """The same bits again from the same state, which continuing needs; some GPU kernels are a little slower for it."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = (
-        False  # costs time, and nothing here reads such memory
-    )
+    # It costs time, and nothing here reads memory that it has not written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

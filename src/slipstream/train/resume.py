@@ -79,7 +79,10 @@ def save_state(folder: Path, trainer: Trainer, settings: dict[str, Any]) -> None
 
 
 def load_state(folder: Path, trainer: Trainer, settings: dict[str, Any]) -> bool:
-    """Continues from what `save_state` wrote; False when there is nothing. Raises DataError when it is of another training."""
+    """Continues from what `save_state` wrote; False when there is nothing.
+
+    Raises DataError when it is damaged or of another training.
+    """
     path = folder / STATE
     if not path.exists():
         return False

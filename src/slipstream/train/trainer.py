@@ -77,7 +77,7 @@ class Trainer:
     def __init__(
         self, module: Eagle3Module, target: Target, samples: Samples, states: States, recipe: Recipe
     ) -> None:
-        """module: already sharded where there are several ranks. Raises DataError when there is not one update's data."""
+        """module: already sharded where there are several ranks. Raises DataError for less data than one update."""
         self.module, self.target, self.samples, self.states, self.recipe = (
             module,
             target,
@@ -160,7 +160,7 @@ class Trainer:
         norm = float(full(torch.nn.utils.clip_grad_norm_(self.module.parameters(), recipe.clip)))
         if not math.isfinite(norm):
             raise DataError(
-                f"the gradient of update {self.done + 1} is not finite; begin anew with a lower --lr, or look at the data"
+                f"the gradient of update {self.done + 1} is not finite; begin anew with a lower --lr"
             )
         self.optimiser.step()
         if self.ranks > 1:
