@@ -21,8 +21,9 @@ from slipstream.draft.eagle3.checkpoint import load
 from tests.cli.test_drafter_data import ROOT, write_chatty
 from tests.train.toy import make_forgetful
 
-RECIPE = ("--vocabulary", 40, "--taps", "1,2,3", "--steps", 3, "--row-length", 64, "--rows", 2)
-COMMON = ("--dtype", "float32", "--device", "cpu", "--weights", "float32", "--save-every", 4)
+SHAPE = ("--vocabulary", 40, "--taps", "1,2,3")
+RECIPE = ("--steps", 3, "--row-length", 64, "--rows", 2)
+COMMON = (*RECIPE, "--dtype", "float32", "--device", "cpu", "--weights", "float32", "--save-every", 4)
 WORLD = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -60,8 +61,14 @@ def talks(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def asked(folder, talks):
-    return ("--target", folder, "--data", talks, *COMMON, *RECIPE)
+def tuned(folder, talks):
+    """What a fine-tuning is asked for."""
+    return ("--target", folder, "--data", talks, *COMMON)
+
+
+@pytest.fixture(scope="module")
+def asked(tuned):
+    return (*tuned, *SHAPE)
 
 
 def status(*argv: object) -> int:
@@ -218,10 +225,10 @@ def test_ranks_do_not_mix(asked, whole, capsys, tmp_path, monkeypatch):
     assert "error: " in fails(capsys, *asked, "--out", tmp_path / "x", "--device", "tpu")
 
 
-def test_fine_tuning_keeps_the_map(asked, whole, tmp_path, capsys):
+def test_fine_tuning_keeps_the_map(asked, tuned, whole, tmp_path, capsys):
     out = tmp_path / "tuned"
     capsys.readouterr()
-    assert status(*asked, "--out", out, "--from", whole, "--epochs", 1, "--json") == 0
+    assert status(*tuned, "--out", out, "--from", whole, "--epochs", 1, "--json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["recipe"]["lr"] == 3e-5
     before, after = load(whole), load(out)
@@ -229,11 +236,13 @@ def test_fine_tuning_keeps_the_map(asked, whole, tmp_path, capsys):
     for name in ("d2t", "t2d"):
         assert torch.equal(after.tensors[name], before.tensors[name])
     assert not torch.equal(after.tensors["lm_head.weight"], before.tensors["lm_head.weight"])
-    assert status(*asked, "--out", tmp_path / "same", "--from", whole, "--epochs", 1, "--lr", 0) == 0
+    assert status(*tuned, "--out", tmp_path / "same", "--from", whole, "--epochs", 1, "--lr", 0) == 0
     assert (tmp_path / "same" / "model.safetensors").read_bytes() == (
         whole / "model.safetensors"
     ).read_bytes()
-    assert "is the drafter that --from names" in fails(capsys, *asked, "--out", whole, "--from", whole)
+    assert "is the drafter that --from names" in fails(capsys, *tuned, "--out", whole, "--from", whole)
+    error = fails(capsys, *asked, "--out", out, "--from", whole)
+    assert error.endswith(f"--from keeps the shape of {whole}; leave out --vocabulary, --taps")
 
 
 def test_figures_are_printed(asked, whole, tmp_path, capsys):
@@ -260,14 +269,15 @@ def test_a_full_disk_keeps_what_was_there(asked, tmp_path, capsys):
     names = ("training.state", "model.safetensors", "config.json", "training.json")
     kept = {name: (out / name).read_bytes() for name in names}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for limit in (len(kept["training.state"]) - 1000, len(kept["model.safetensors"]) - 1000):
+    # The state does not fit; then not even the figures do.
+    for limit, name in ((len(kept["training.state"]) - 1000, "training.state"), (900, "updates.jsonl")):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
         try:
             error = fails(capsys, *options)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert "training.state cannot be written" in error
-        assert "the state before is kept" in error
+        assert f"{name} cannot be written" in error
+        assert "is kept" in error
         assert {name: (out / name).read_bytes() for name in names} == kept
         assert not list(out.glob(".*"))
     assert status(*options) == 0
@@ -286,7 +296,7 @@ def test_a_full_disk_at_the_drafter(asked, tmp_path, capsys, monkeypatch):
     assert load(out).shape.draft_vocab_size == 40
 
 
-def test_what_cannot_be_done_is_one_line(asked, folder, talks, whole, tmp_path, capsys):
+def test_what_cannot_be_done_is_one_line(tuned, talks, whole, tmp_path, capsys):
     out = tmp_path / "drafter"
 
     def refused(*options: object, **data: str) -> str:
@@ -295,6 +305,7 @@ def test_what_cannot_be_done_is_one_line(asked, folder, talks, whole, tmp_path, 
             path = tmp_path / f"{name}.jsonl"
             path.write_text(talks.read_text() + line + "\n")
             options = (*options, "--data", path)
+        asked = tuned if "--from" in options else (*tuned, *SHAPE)
         return fails(capsys, *asked, "--out", out, *options)
 
     assert "torn.jsonl line 161: is not JSON" in refused(torn='{"messages": [')
@@ -335,9 +346,7 @@ def test_what_is_left_out_is_counted(asked, talks, tmp_path, capsys):
     long = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 90}]}
     silent = {"messages": [{"role": "user", "content": "a"}]}
     path.write_text(talks.read_text() + f"{json.dumps(long)}\n{json.dumps(silent)}\n{json.dumps(silent)}\n")
-    assert (
-        status(*asked[:2], "--data", path, *COMMON, *RECIPE, "--out", tmp_path / "out", "--minutes", 0) == 0
-    )
+    assert status(*asked[:2], "--data", path, *COMMON, *SHAPE, "--out", tmp_path / "out", "--minutes", 0) == 0
     said = capsys.readouterr().err
     assert "163 conversations read, 160 samples kept" in said
     assert "left out: 1 longer than 64 tokens, " in said

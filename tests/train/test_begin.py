@@ -14,7 +14,7 @@ from slipstream.draft.eagle3.checkpoint import Checkpoint, load, save
 from slipstream.draft.eagle3.config import FLAGS
 from slipstream.draft.eagle3.dialects import Dialect
 from slipstream.draft.eagle3.drafter import Eagle3Drafter
-from slipstream.draft.eagle3.shape import weight_names
+from slipstream.draft.eagle3.shape import default_taps, weight_names
 from slipstream.engine.request import SamplingParams
 from slipstream.errors import DataError, ModelError
 from slipstream.target.load import load as load_target
@@ -64,6 +64,18 @@ def test_a_drafter_that_learns_nothing_is_the_same(model, samples, tmp_path, nam
     assert same_drafter(load(tmp_path / "out"), start)
     first, second = ((tmp_path / each / "config.json").read_text() for each in ("start", "out"))
     assert json.loads(first) == json.loads(second)
+
+
+def test_fine_tuning_in_the_dialect_of_eagle(tmp_path):
+    """Its file is a pickle, and it has no place for the boundaries, which are then the default ones."""
+    model = guessable(tmp_path / "target", num_hidden_layers=8)
+    head = random_head(model.target, shape_of(taps=default_taps(8)))
+    save(tmp_path / "start", Checkpoint.of(head.shape, head.tensors()), Dialect.EAGLE, target_layers=8)
+    start = load(tmp_path / "start")
+    samples = said_by(model.target, lengths_of(20))
+    do(tmp_path / "out", model, samples, changed(lr=0.0), start=start)
+    assert same_drafter(load(tmp_path / "out"), start)
+    assert (tmp_path / "out" / "pytorch_model.bin").exists()
 
 
 def test_a_drafter_that_learns_nothing_in_another_format(model, samples, tmp_path):

@@ -363,7 +363,7 @@ def test_lines_of_updates_that_come_again_are_taken_out(target, samples, tmp_pat
 
 
 def test_without_tensorboard_there_is_the_file(model, samples, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(__import__("sys").modules, "tensorboard.summary.writer.record_writer", None)
     do(tmp_path, model, samples, held_out=0)
     assert not (tmp_path / "tensorboard").exists()
     assert (tmp_path / "updates.jsonl").read_text()

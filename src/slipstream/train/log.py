@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from slipstream.train.acceptance import Acceptance
+from slipstream.train.board import Board
 from slipstream.train.ranks import Ranks
 from slipstream.train.resume import writing
 from slipstream.train.trainer import Trainer, Update
@@ -28,7 +29,7 @@ class Log:
         self._folder, self._trainer, self._began = folder, trainer, perf_counter()
         self._tokens, self._last = 0, perf_counter()
         self._file: Any = None
-        self._board: Any = None
+        self._board: Board | None = None
         self._evaluated: set[int] = set()
         if not ranks.is_first:
             return
@@ -41,9 +42,7 @@ class Log:
             os.replace(temporary, path)
             self._file = path.open("a", encoding="utf-8")
             with contextlib.suppress(ImportError):
-                from torch.utils.tensorboard import SummaryWriter
-
-                self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=trainer.done + 1)
+                self._board = Board(folder / "tensorboard", trainer.done + 1)
 
     def update(self, update: Update) -> float:
         """Returns the tokens a second."""
@@ -75,8 +74,7 @@ class Log:
                 self._file.write(json.dumps({"update": number, "of": where, **figures}) + "\n")
                 self._file.flush()
             if self._board is not None:
-                for name, value in figures.items():
-                    self._board.add_scalar(f"{where}/{name}", value, number)
+                self._board.put(number, where, figures)
 
     @property
     def elapsed_s(self) -> float:
