@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream.draft.eagle3.checkpoint import Checkpoint
 from slipstream.draft.eagle3.config import FLAGS
+from slipstream.draft.eagle3.dialects import Dialect
 from slipstream.draft.eagle3.shape import Eagle3Shape, default_taps
 from slipstream.errors import DataError, ModelError
 from slipstream.target.family import Target
@@ -62,6 +63,8 @@ def design_shape(design: Design, target: ModelShape) -> Eagle3Shape:
         max_positions=design.max_positions,
         latent=latent,
     )
+    if design.vocabulary < 1:
+        raise ModelError(f"a drafter cannot have a vocabulary of {design.vocabulary} tokens")
     taps = design.taps or default_taps(target.layers)
     if list(taps) != sorted(set(taps)) or min(taps) < 1:
         raise ModelError(
@@ -79,24 +82,38 @@ def design_shape(design: Design, target: ModelShape) -> Eagle3Shape:
     return shape.paired(target)
 
 
-def from_scratch(design: Design, target: Target, samples: Samples, seed: int) -> tuple[Eagle3Module, float]:
-    """A module with random layers, whose output layer begins as the target's rows; and its vocabulary's coverage."""
+def from_scratch(
+    design: Design, target: Target, samples: Samples, seed: int, positions: int
+) -> tuple[Eagle3Module, float]:
+    """A module with random layers, whose output layer begins as the target's rows; and its vocabulary's coverage.
+
+    positions: of the longest sample that it will ever see, and the steps. Raises DataError where the answers would give
+    a map that nobody could tell from one that was never set.
+    """
     shape = design_shape(design, target.shape)
     d2t, coverage = draft_vocabulary(samples, shape.vocab_size, shape.draft_vocab_size)
     ids = d2t + torch.arange(len(d2t))
+    if is_unset(ids, shape.vocab_size):
+        raise DataError(
+            f"no answer has a token beyond the target's first {len(ids)}, so that the map of the draft vocabulary would"
+            " look unset; give more data, or another --vocabulary"
+        )
     torch.manual_seed(seed)
     table = _table(target)
-    module = Eagle3Module(shape, table, ids, _positions(samples))
+    module = Eagle3Module(shape, table, ids, positions)
     rows = output_rows(target, ids.to(target.device))
     with torch.no_grad():
         module.weight("lm_head.weight").copy_(rows)
     return module, coverage
 
 
-def fine_tune(checkpoint: Checkpoint, target: Target, samples: Samples) -> tuple[Eagle3Module, float]:
+def fine_tune(
+    checkpoint: Checkpoint, target: Target, samples: Samples, positions: int
+) -> tuple[Eagle3Module, float]:
     """The module of a drafter that exists, its map of tokens bit for bit; and the map's coverage of the data.
 
-    Raises ModelError for a drafter of another target, and for a map that was never set.
+    positions: of the longest sample that it will ever see, and the steps. Raises ModelError for a drafter of another
+    target, and for a map that was never set.
     """
     shape = checkpoint.shape.paired(target.shape)
     if problems := checkpoint.problems():
@@ -110,13 +127,13 @@ def fine_tune(checkpoint: Checkpoint, target: Target, samples: Samples) -> tuple
     table = _table(target) if own is None else own.to(target.device)
     if table.shape[1] != shape.hidden_size:
         raise ModelError("the drafter's states are not as wide as the target's embedding, and it brings none")
-    module = Eagle3Module(shape, table, ids, _positions(samples), checkpoint.tensors)
+    module = Eagle3Module(shape, table, ids, positions, checkpoint.tensors)
     counts = torch.bincount(samples.tokens[samples.mask], minlength=shape.vocab_size)
     return module, float(counts[ids].sum() / counts.sum().clamp_min(1))
 
 
 def is_unset(ids: Tensor, vocabulary: int) -> bool:
-    """Whether a map is what a forgotten one looks like: the first tokens of a larger vocabulary (verl-SpeCo#66)."""
+    """Whether a map is what a forgotten one looks like: the first tokens of a larger vocabulary (verl-SpeCo #66)."""
     return len(ids) < vocabulary and torch.equal(ids, torch.arange(len(ids)))
 
 
@@ -127,12 +144,16 @@ def export(
     map and dialect are kept as they are."""
     numbers = {name: tensor.to(dtype).cpu() for name, tensor in weights.items() if name != "d2t"}
     if start is not None:
-        return start.changed(numbers)
+        named = {key: _name(dtype) for key in ("dtype", "torch_dtype") if key in start.config}
+        return start.changed(numbers, **named)
     made = {**numbers, "d2t": weights["d2t"].cpu()} if "d2t" in weights else numbers
-    checkpoint = Checkpoint.of(replace(module.shape), made)
-    if is_unset(checkpoint.target_ids, module.shape.vocab_size):
-        raise DataError("the draft vocabulary is unset")
-    return checkpoint
+    checkpoint = Checkpoint.of(module.shape, made)
+    # The usual dialect names but one layer.
+    return replace(checkpoint, dialect=Dialect.MODELOPT) if module.shape.decoder.layers > 1 else checkpoint
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _table(target: Target) -> Tensor:
@@ -143,9 +164,5 @@ def output_rows(target: Target, ids: Tensor) -> Tensor:
     """float32 [Vd, H]: the target's output layer at these tokens, read by giving it the unit vectors."""
     size = target.shape.hidden_size
     units = torch.eye(size, dtype=target.dtype, device=target.device).split(64)
-    columns = [target.logits(part)[:, ids] for part in units]
+    columns = [target.logits(unit)[:, ids] for unit in units]
     return torch.cat(columns).T.contiguous()
-
-
-def _positions(samples: Samples) -> int:
-    return int(samples.lengths.max()) + 64

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,10 +19,12 @@ from slipstream.target.load import LoadedModel
 from slipstream.train.acceptance import Acceptance
 from slipstream.train.begin import Design, export, fine_tune, from_scratch
 from slipstream.train.evaluate import teacher_forced
+from slipstream.train.interrupts import Interrupts
+from slipstream.train.log import UPDATES, Log
 from slipstream.train.losses import States
 from slipstream.train.offline import OfflineStates, states_bytes, write_states
-from slipstream.train.ranks import Ranks, shard
-from slipstream.train.resume import STATE, load_state, save_state, settings_of
+from slipstream.train.ranks import Ranks, any_of, settle, shard
+from slipstream.train.resume import STATE, DiskError, load_state, save_state, settings_of, writing
 from slipstream.train.samples import Samples
 from slipstream.train.states import OnlineStates
 from slipstream.train.trainer import Recipe, Trainer, Update, full
@@ -68,16 +68,18 @@ def run(
 ) -> dict[str, Any]:
     """Trains, and returns the facts that are also written to training.json. on_update: is told the tokens a second too.
 
-    Interrupted by Ctrl-C, by its minutes or by a full disk, what was trained so far is kept. Raises SlipstreamError.
+    Interrupted by Ctrl-C, by its minutes, by a full disk or by bad data, what was trained so far is kept. Raises
+    SlipstreamError.
     """
     say_first = say if ranks.is_first else _nothing
     _prepare(job, ranks)
     trained, held = _split(samples, job)
     target, device = model.target, model.target.device
+    positions = job.recipe.row_length + job.recipe.steps
     if job.start is None:
-        module, coverage = from_scratch(job.design, target, trained, job.recipe.seed)
+        module, coverage = from_scratch(job.design, target, trained, job.recipe.seed, positions)
     else:
-        module, coverage = fine_tune(job.start, target, trained)
+        module, coverage = fine_tune(job.start, target, trained, positions)
     say_first(
         f"{len(module.ids)} draft tokens cover {coverage:.2%} of the answers"
         + ("" if coverage > 0.9 else "; what they miss can never be drafted")
@@ -87,11 +89,15 @@ def run(
     online = OnlineStates(target, module.shape.taps)
     states = _states(job, model, trained, online, module.shape.taps, ranks, say_first, progress)
     trainer = Trainer(module, target, trained, states, job.recipe)
-    settings = settings_of(trainer, _digest(trained))
+    settings = settings_of(
+        trainer,
+        data=_digest(trained.tokens, trained.mask, trained.starts),
+        target=f"{model.name} in {str(model.dtype).removeprefix('torch.')}",
+        start=_digest(*job.start.tensors.values()) if job.start else "random",
+    )
     if load_state(job.out, trainer, settings):
         say_first(f"going on after update {trainer.done} of {trainer.total}")
-    _, end = trainer.done, trainer.total
-    log = _Log(job, ranks, trainer)
+    log = Log(job.out, ranks, trainer)
     facts: dict[str, Any] = {
         "target": model.name,
         "samples": len(trained),
@@ -105,7 +111,7 @@ def run(
     }
 
     def evaluated() -> Acceptance:
-        return teacher_forced(
+        found = teacher_forced(
             module,
             target,
             held,
@@ -115,30 +121,45 @@ def run(
             rows=job.recipe.rows,
             precision=job.recipe.precision,
         )
-
-    def after(update: Update) -> bool:
-        speed = log.update(update)
-        on_update(update, speed)
-        if update.number % job.save_every == 0 and update.number < end:
-            save_state(job.out, trainer, settings)
-        if job.eval_every and update.number % job.eval_every == 0 and update.number < end and len(held):
-            log.evaluation(update.number, evaluated())
-        return not log.is_over()
+        settle(module)
+        return found
 
     was_interrupted = False
-    try:
-        trainer.run(after)
-    except KeyboardInterrupt:
-        was_interrupted = True
-        say_first(f"interrupted after update {trainer.done}; keeping what was trained")
-    save_state(job.out, trainer, settings)
+
+    def after(update: Update) -> bool:
+        nonlocal was_interrupted
+        on_update(update, log.update(update))
+        is_last = update.number == trainer.total
+        if update.number % job.save_every == 0 and not is_last:
+            save_state(job.out, trainer, settings)
+        if job.eval_every and update.number % job.eval_every == 0 and not is_last and len(held):
+            log.evaluation(update.number, evaluated())
+        is_late = job.minutes is not None and log.elapsed_s > 60 * job.minutes
+        was_interrupted, is_late = any_of((interrupts.asked and not is_last, is_late), ranks)
+        return not (was_interrupted or is_late)
+
+    with Interrupts(insisting=ranks.count == 1) as interrupts:
+        try:
+            trainer.run(after)
+        except DiskError:
+            raise
+        except DataError:  # an update that cannot be made; those before it are whole
+            save_state(job.out, trainer, settings)
+            raise
+        save_state(job.out, trainer, settings)
+        if was_interrupted:
+            say_first(f"interrupted after update {trainer.done} of {trainer.total}; the same command goes on")
+        _write(job, trainer, ranks, say_first)
     facts |= {"updates": trainer.done, "of": trainer.total, "interrupted": was_interrupted, **log.facts()}
     if len(held) and not was_interrupted:
         found = evaluated()
         log.evaluation(trainer.done, found)
         facts |= {"accepted": found.conditional, "evaluation": found.as_dict()}
     log.close()
-    _write(job, trainer, facts, ranks, say_first)
+    if ranks.is_first:
+        path = job.out / "training.json"
+        with writing(path, "the drafter itself is written"):
+            path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return facts
 
 
@@ -153,7 +174,7 @@ def _prepare(job: Job, ranks: Ranks) -> None:
         raise DataError(f"{job.out} cannot be made: {error}") from None
     if job.overwrite:
         (job.out / STATE).unlink(missing_ok=True)
-        (job.out / "updates.jsonl").unlink(missing_ok=True)
+        (job.out / UPDATES).unlink(missing_ok=True)
     elif (job.out / "config.json").exists() and not (job.out / STATE).exists():
         raise DataError(
             f"{job.out} holds a drafter that cannot be gone on with; give another folder, or --overwrite"
@@ -183,19 +204,25 @@ def _states(
     described = {
         "target": model.name,
         "taps": list(taps),
-        "data": _digest(samples),
+        "data": _digest(samples.tokens, samples.starts),
         "dtype": str(model.dtype),
     }
-    if ranks.is_first:
-        write_states(
-            job.states, samples, online, size, described, lambda done, of: progress("states", done, of)
-        )
+    write_states(
+        job.states,
+        samples,
+        online,
+        size,
+        described,
+        (lambda done, of: progress("states", done, of)) if ranks.is_first else lambda done, of: None,
+        ranks.rank,
+        ranks.count,
+    )
     if ranks.count > 1:
         torch.distributed.barrier()
     return OfflineStates(job.states, samples, model.target.device)
 
 
-def _write(job: Job, trainer: Trainer, facts: dict[str, Any], ranks: Ranks, say: Say) -> None:
+def _write(job: Job, trainer: Trainer, ranks: Ranks, say: Say) -> None:
     names = [name for name in weight_names(trainer.module.shape) if name != "d2t"]
     weights: dict[str, Tensor] = {name: full(trainer.module.weight(name).detach()) for name in names}
     if "d2t" in trainer.module.tensors():
@@ -203,95 +230,17 @@ def _write(job: Job, trainer: Trainer, facts: dict[str, Any], ranks: Ranks, say:
     if not ranks.is_first:
         return
     checkpoint = export(trainer.module, weights, job.start, _DTYPES[job.weights])
-    try:
+    with writing(job.out / "config.json", "the state of the training is kept there"):
         for path in save(job.out, checkpoint, target_layers=trainer.target.shape.layers):
             say(f"wrote {path}")
-        (job.out / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise DataError(
-            f"{job.out} cannot be written ({error}); the state of the training is kept there"
-        ) from None
 
 
-def _digest(samples: Samples) -> str:
+def _digest(*tensors: Tensor) -> str:
     digest = hashlib.sha256()
-    for part in (samples.tokens, samples.mask, samples.starts):
-        digest.update(part.contiguous().numpy().tobytes())
+    for tensor in tensors:
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 
 def _nothing(line: str) -> None:
     """Ranks other than the first say nothing."""
-
-
-class _Log:
-    """The figures of a training, on disk as they come: updates.jsonl, and TensorBoard's where it is installed."""
-
-    def __init__(self, job: Job, ranks: Ranks, trainer: Trainer) -> None:
-        self._minutes, self._trainer, self._began = job.minutes, trainer, perf_counter()
-        self._tokens, self._updates, self._last = 0, 0, perf_counter()
-        self._file = (job.out / "updates.jsonl").open("a", encoding="utf-8") if ranks.is_first else None
-        self._board: Any = None
-        if ranks.is_first:
-            with contextlib.suppress(ImportError):
-                from torch.utils.tensorboard import SummaryWriter
-
-                self._board = SummaryWriter(str(job.out / "tensorboard"), purge_step=trainer.done + 1)
-
-    def update(self, update: Update) -> float:
-        now = perf_counter()
-        elapsed_s, self._last = now - self._last, now
-        self._tokens, self._updates = self._tokens + update.tokens, self._updates + 1
-        speed = update.tokens / elapsed_s
-        figures = {
-            "loss": update.loss,
-            "gradient_norm": update.norm,
-            "lr": update.lr,
-            "tokens_a_second": speed,
-        }
-        figures |= {f"acceptance_{i + 1}": rate for i, rate in enumerate(update.accepted)}
-        self._put(update.number, "train", figures)
-        return speed
-
-    def evaluation(self, number: int, found: Acceptance) -> None:
-        figures = {f"acceptance_{i + 1}": rate for i, rate in enumerate(found.conditional)}
-        self._put(number, "held_out", figures | {"tokens_a_cycle": found.tokens_a_cycle})
-        self._last = perf_counter()
-
-    def _put(self, number: int, where: str, figures: dict[str, float]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps({"update": number, "of": where, **figures}) + "\n")
-            self._file.flush()
-        if self._board is not None:
-            for name, value in figures.items():
-                self._board.add_scalar(f"{where}/{name}", value, number)
-
-    def is_over(self) -> bool:
-        """All ranks answer alike, by the first one's clock."""
-        over = self._minutes is not None and perf_counter() - self._began > 60 * self._minutes
-        if self._trainer.ranks > 1 and self._minutes is not None:
-            flag = torch.tensor([float(over)], device=self._trainer.device)
-            torch.distributed.broadcast(flag, 0)
-            over = bool(flag.item())
-        return over
-
-    def facts(self) -> dict[str, Any]:
-        elapsed_s = perf_counter() - self._began
-        is_cuda = self._trainer.device.type == "cuda"
-        return {
-            "trained_s": elapsed_s,
-            "tokens_a_second": self._tokens / elapsed_s,
-            "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if is_cuda else _peak_rss_gb(),
-        }
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
-
-
-def _peak_rss_gb() -> float:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch import distributed, nn
 
 from slipstream.errors import SlipstreamError
+
+_PATIENCE = timedelta(hours=1)
+"""That a rank waits for the others: one may be writing states that the others have done with."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ def join(device: str) -> Ranks:
     """Joins the group that torchrun made, or stands alone. device: cpu, cuda, or auto."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.split(":")[0] not in ("cpu", "cuda"):
+        raise SlipstreamError(f"the device is {device!r}; it must be auto, cpu or cuda")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise SlipstreamError("there is no GPU that torch can use; take --device cpu")
     count = int(os.environ.get("WORLD_SIZE", "1"))
@@ -42,7 +49,7 @@ def join(device: str) -> Ranks:
             )
         torch.cuda.set_device(local)
         device = f"cuda:{local}"
-    distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=_PATIENCE)
     return Ranks(rank, count, device)
 
 
@@ -57,6 +64,21 @@ def shard(module: nn.Module, ranks: Ranks) -> None:
     fully_shard(module, mesh=mesh)
 
 
+def settle(module: nn.Module) -> None:
+    """Puts the sharded weights back in their place, where a forward has gathered them that no backward followed."""
+    if (reshard := getattr(module, "reshard", None)) is not None:
+        reshard()
+
+
+def any_of(flags: Iterable[bool], ranks: Ranks) -> list[bool]:
+    """Each flag, true where it is on any rank; all must call it."""
+    if ranks.count == 1:
+        return list(flags)
+    tensor = torch.tensor([float(flag) for flag in flags], device=ranks.device)
+    distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
+    return [bool(flag) for flag in tensor.tolist()]
+
+
 def leave() -> None:
     """Takes the group down, if there is one."""
     if distributed.is_available() and distributed.is_initialized():
@@ -67,3 +89,5 @@ def be_deterministic() -> None:
     """The same bits again from the same state, which continuing needs; some GPU kernels are a little slower for it."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
+    # It costs time, and nothing here reads memory that it has not written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,24 +16,46 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.errors import DataError
+from slipstream.train.ranks import settle
 from slipstream.train.trainer import Trainer, full
 
-STATE = "state.safetensors"
+STATE = "training.state"
+"""Not named *.safetensors: whoever loads the drafter would take it for a part of its weights."""
 
 
-def settings_of(trainer: Trainer, data: str) -> dict[str, Any]:
-    """All that must be the same for a training to continue. data: a digest of the samples."""
+class DiskError(DataError):
+    """Something could not be written."""
+
+
+@contextmanager
+def writing(path: Path, kept: str) -> Iterator[None]:
+    """Around what writes `path`: a full disk is one line that says what is kept, and leaves no half file behind."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # a RuntimeError is torch.save's
+        for half in path.parent.glob(".*.tmp"):
+            with suppress(OSError):
+                half.unlink()
+        raise DiskError(f"{path} cannot be written ({error}); {kept}") from None
+
+
+def settings_of(trainer: Trainer, **digests: str) -> dict[str, Any]:
+    """All that must be the same for a training to continue. digests: of the data, the target and the like, by name."""
     return {
+        **digests,
         "recipe": asdict(trainer.recipe),
         "ranks": trainer.ranks,
         "shape": repr(trainer.module.shape),
-        "data": data,
         "samples": len(trainer.samples),
     }
 
 
 def save_state(folder: Path, trainer: Trainer, settings: dict[str, Any]) -> None:
-    """Writes the weights, the optimiser's moments and how far it has come; rank 0 writes, all must call it."""
+    """Writes the weights, the optimiser's moments and how far it has come; rank 0 writes, all must call it.
+
+    Raises DiskError; the state before is then still there.
+    """
+    settle(trainer.module)
     tensors: dict[str, Tensor] = {}
     for name, parameter in trainer.module.named_parameters():
         tensors[f"weight.{name}"] = full(parameter.detach())
@@ -42,16 +66,23 @@ def save_state(folder: Path, trainer: Trainer, settings: dict[str, Any]) -> None
         return
     described = {"done": str(trainer.done), "settings": json.dumps(settings, sort_keys=True)}
     temporary = folder / f".{STATE}.tmp"
-    save_file(
-        {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata=described
-    )
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / STATE)
+    path = folder / STATE
+    with writing(path, f"the state before is kept, if there was one; {trainer.done} updates were done"):
+        save_file(
+            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
+            temporary,
+            metadata=described,
+        )
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
 
 
 def load_state(folder: Path, trainer: Trainer, settings: dict[str, Any]) -> bool:
-    """Continues from what `save_state` wrote; False when there is nothing. Raises DataError for another training's."""
+    """Continues from what `save_state` wrote; False when there is nothing.
+
+    Raises DataError when it is damaged or of another training.
+    """
     path = folder / STATE
     if not path.exists():
         return False
@@ -63,7 +94,7 @@ def load_state(folder: Path, trainer: Trainer, settings: dict[str, Any]) -> bool
             _fill(trainer, file, names)
             trainer.done = int(described["done"])
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
+        raise DataError(f"{path} cannot be read: {error}; begin anew with --overwrite") from None
     return True
 
 

@@ -41,6 +41,19 @@ class Recipe:
     """float32, or bfloat16: of the multiplications; weights and their moments stay in float32."""
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Raises DataError for what cannot be trained with."""
+        counts = ("steps", "row_length", "rows", "accumulate", "epochs")
+        wrong = [name for name in counts if getattr(self, name) < 1]
+        wrong += [name for name in ("decay", "clip") if not 0 < getattr(self, name) < math.inf]
+        wrong += [name for name in ("lr", "weight_decay") if not 0 <= getattr(self, name) < math.inf]
+        if not 0 <= self.warmup <= 1:
+            wrong.append("warmup")
+        if wrong:
+            raise DataError(f"the recipe's {wrong[0]} cannot be {getattr(self, wrong[0])}")
+        if self.precision not in ("float32", "bfloat16"):
+            raise DataError(f"unknown precision {self.precision!r}; known are float32, bfloat16")
+
 
 @dataclass(frozen=True)
 class Update:
@@ -64,7 +77,7 @@ class Trainer:
     def __init__(
         self, module: Eagle3Module, target: Target, samples: Samples, states: States, recipe: Recipe
     ) -> None:
-        """module: already sharded where there are several ranks. Raises DataError for less than one update's data."""
+        """module: already sharded where there are several ranks. Raises DataError for less data than one update."""
         self.module, self.target, self.samples, self.states, self.recipe = (
             module,
             target,
@@ -95,7 +108,10 @@ class Trainer:
         )
 
     def run(self, on_update: Callable[[Update], bool]) -> None:
-        """Goes on from `done` to the end, or until on_update returns False."""
+        """Goes on from `done` to the end, or until on_update returns False.
+
+        Raises DataError for an update that cannot be made; the weights are then those of the updates before.
+        """
         recipe = self.recipe
         every = updates(self.samples, recipe.row_length, self._rows_an_update, recipe.seed, recipe.epochs)
         for number, rows in enumerate(every):
@@ -141,14 +157,17 @@ class Trainer:
             (found.loss * weights).sum().backward()
             sums += torch.stack([(found.loss.detach() * weights / self.ranks), found.right, found.counted])
             tokens += count
-        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), recipe.clip)
+        norm = float(full(torch.nn.utils.clip_grad_norm_(self.module.parameters(), recipe.clip)))
+        if not math.isfinite(norm):
+            raise DataError(
+                f"the gradient of update {self.done + 1} is not finite; begin anew with a lower --lr"
+            )
         self.optimiser.step()
         if self.ranks > 1:
             distributed.all_reduce(sums)
             distributed.all_reduce(tokens)
         accepted = (sums[1] / sums[2].clamp_min(1)).tolist()
-        number = float(full(norm))
-        return Update(self.done + 1, self.total, float(sums[0].sum()), number, lr, accepted, int(tokens))
+        return Update(self.done + 1, self.total, float(sums[0].sum()), norm, lr, accepted, int(tokens))
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -161,6 +180,6 @@ def rate(update: int, total: int, warmup: float) -> float:
     """The share of the learning rate: a linear warm-up, then a cosine down to a tenth."""
     begin = max(1.0, warmup * total)
     if update < begin:
-        return (update + 1) / begin if begin > 1 else 1.0
+        return min(1.0, (update + 1) / begin)
     passed = (update - begin) / max(1.0, total - begin)
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(passed, 1.0)))

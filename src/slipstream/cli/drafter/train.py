@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from slipstream.train.ranks import Ranks
     from slipstream.train.samples import Samples
 
+_SHAPE = ("vocabulary", "layers", "attention", "flags", "taps", "rope_theta", "max_positions")
+
 
 def train(
+    context: typer.Context,
     target: Annotated[
         str, typer.Option(help="The model to draft for: a name, a folder, a .gguf file, an id.")
     ],
@@ -27,7 +30,8 @@ def train(
     ],
     out: Annotated[Path, typer.Option(help="The drafter's folder; a training that stopped there goes on.")],
     start: Annotated[
-        Path | None, typer.Option("--from", help="A drafter to fine-tune; its map of tokens is kept.")
+        Path | None,
+        typer.Option("--from", help="A drafter to fine-tune; its shape and map of tokens are kept."),
     ] = None,
     vocabulary: Annotated[
         int, typer.Option(help="Tokens that can be drafted; the target's most frequent.")
@@ -96,6 +100,8 @@ def train(
         boundaries = tuple(int(each) for each in taps.split(",")) if taps else None
     except ValueError:
         raise DataError(f"--taps is {taps!r}; it must be numbers with commas, such as 2,15,27") from None
+    if start:
+        _check_start(start, out, context)
     given = load_drafter(start) if start else None
     ranks = ranks_of.join(device)
     try:
@@ -103,7 +109,7 @@ def train(
             precision = "bfloat16" if ranks.device.startswith("cuda") else "float32"
         recipe = Recipe(
             steps=steps, decay=decay, row_length=row_length, rows=rows, accumulate=accumulate, epochs=epochs,
-            lr=lr or (3e-5 if start else 3e-4), weight_decay=weight_decay, clip=clip, warmup=warmup,
+            lr=(3e-5 if start else 3e-4) if lr is None else lr, weight_decay=weight_decay, clip=clip, warmup=warmup,
             precision=precision, seed=seed,
         )  # fmt: skip
         design = Design(
@@ -116,6 +122,19 @@ def train(
         _train(job, target, data, dtype, ranks, as_json)
     finally:
         ranks_of.leave()
+
+
+def _check_start(start: Path, out: Path, context: typer.Context) -> None:
+    """A drafter that is fine-tuned stays where it is, and keeps its shape."""
+    from slipstream.errors import DataError
+
+    if out.resolve() == start.resolve():
+        raise DataError(f"{out} is the drafter that --from names; give another folder")
+    sources = {name: context.get_parameter_source(name) for name in _SHAPE}
+    shaped = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if shaped:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in shaped)
+        raise DataError(f"--from keeps the shape of {start}; leave out {named}")
 
 
 def _train(job: Job, target: str, data: list[Path], dtype: str, ranks: Ranks, as_json: bool) -> None:
