@@ -50,9 +50,9 @@ class Eagle3Drafter(Drafter):
     ) -> None:
         """max_drafted: the most tokens of one draft. top_k: nodes that each level of the tree keeps and that each of
         them tries; 1 drafts chains. depth: the longest path of a tree. weights: the format of its linear layers; by
-        default 8 bits, which cost no acceptance that was seen (docs/log.md), where they fit. temperature: above 0 a chain
-        is sampled from the drafter's own distribution instead of its first choices, and accepted by rejection sampling
-        where the request samples too. Raises ModelError.
+        default 8 bits where they fit, which cost no acceptance that was seen (docs/log.md). temperature: above 0 a
+        chain is sampled from the drafter's own distribution instead of its first choices, and accepted by rejection
+        sampling where the request samples too. Raises ModelError.
         """
         if top_k < 1 or depth < 1 or max_drafted < 1:
             raise ModelError("a draft has at least one token, one level and one try")
