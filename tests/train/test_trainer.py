@@ -256,11 +256,14 @@ def write(folder, target, samples, **more):
     return size, done
 
 
-def test_states_on_disk_train_the_same(target, samples, tmp_path, monkeypatch):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_on_disk_train_the_same(tmp_path, monkeypatch, dtype):
     """Bit for bit, from one shard or from many, also from those of which some had to be computed again."""
+    target = guessable(tmp_path / "model", dtype=dtype).target
+    samples = said_by(target, lengths_of(40))
     online = trainer_of(target, samples)
     run_to(online)
-    for shard_bytes in (1 << 30, 60_000):
+    for shard_bytes in (1 << 30, 40_000 * target.dtype.itemsize // 2):
         monkeypatch.setattr("slipstream.train.offline._SHARD_BYTES", shard_bytes)
         folder = tmp_path / str(shard_bytes)
         write(folder, target, samples)
