@@ -179,7 +179,8 @@ def _transformers(found: dict[str, Any]) -> Iterator[str]:
 def _speculation(found: dict[str, Any]) -> Iterator[str]:
     if (section := found.get("speculation")) is None:
         return
-    yield f"All {section['prompts']} shipped prompts, each way twice, in turn. {_where(section)}"
+    often = {1: "once", 2: "twice"}.get(section["rounds"], f"{section['rounds']} times")
+    yield f"All {section['prompts']} shipped prompts, each way {often}, in turn. {_where(section)}"
     if shares := section.get("draft_share"):
         told = " and ".join(f"{shares[draft]:.0%} with {shown}" for draft, shown in DRAFTERS.items())
         yield f"Drafting takes, of a cycle's time over the chat prompts in bfloat16, {told}."

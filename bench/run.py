@@ -114,18 +114,18 @@ def measure_transformers() -> dict[str, Any]:
     return result
 
 
-def measure_speculation() -> dict[str, Any]:
-    """Speculative against plain by format, drafter and kind: decode seconds of all shipped prompts, twice, in turn."""
+def measure_speculation(rounds: int = 2) -> dict[str, Any]:
+    """Speculative against plain by format, drafter and kind: decode seconds of all shipped prompts, in turn."""
     prompts = load_prompts()
     params = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
-    result: dict[str, Any] = {"prompts": len(prompts), "formats": {}}
+    result: dict[str, Any] = {"prompts": len(prompts), "rounds": rounds, "formats": {}}
     for dtype, weights in FORMATS:
         models = {draft: engine(dtype, weights, draft) for draft in DRAFTERS}
         seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         tokens: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for model in models.values():
             model.generate(prompts[0].prompt, params)  # warm-up; measures the costs
-        for round_ in range(2):
+        for round_ in range(rounds):
             for number, prompt in enumerate(prompts):
                 ways = ["plain", *DRAFTERS] if (number + round_) % 2 else [*DRAFTERS[::-1], "plain"]
                 done = {
@@ -271,13 +271,14 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", default=[], choices=list(SECTIONS), help="these sections alone")
     parser.add_argument("--peers", action="store_true", help="the other engines of .venv-peers")
+    parser.add_argument("--rounds", type=int, default=2, help="how often speculation is measured")
     args = parser.parse_args()
     torch.set_num_threads(THREADS)
     found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in chosen(args.only, args.peers):
         say(f"{name}:")
         with torch.inference_mode():
-            section = SECTIONS[name]()
+            section = measure_speculation(args.rounds) if name == "speculation" else SECTIONS[name]()
         command = "make bench-peers" if args.peers else "make bench"
         found[name] = section | {"provenance": provenance([command]) | {"threads": THREADS}}
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")

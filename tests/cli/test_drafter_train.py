@@ -37,6 +37,7 @@ def _alone():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    torch.set_num_threads(1)  # before what else is made for the module: the same bits need the same threads
     folder = write_chatty(tmp_path_factory.mktemp("tiny"))
     make_forgetful(folder)
     return folder
