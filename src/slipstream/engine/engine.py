@@ -278,7 +278,10 @@ class Engine:
                 elapsed_us = self._time_cycle(drafter, size, 192, is_first=round_ == 0)
                 if round_:
                     measured[size].append(elapsed_us)
-        costs = CostModel({size + 1: median(times) for size, times in measured.items()})
+        # A neighbour on the machine only ever adds time, and a larger tree never costs less than a smaller one; a shape
+        # that was measured in a bad moment would never be tried again.
+        least = [min(measured[size]) for size in sizes]
+        costs = CostModel({size + 1: min(least[at:]) for at, size in enumerate(sizes)})
         self._controller = Controller(costs, drafter.max_drafted, drafter.is_free, drafter.is_tree)
         self._scheduler.controller = self._controller
 
