@@ -42,12 +42,12 @@ def check(
     (d2t, layer ids, norm flags, rope, alignment, embedding). Status 0: healthy; 1: not, and the last line says why.
     """
     from slipstream.draft.eagle3.checkpoint import read, save
-    from slipstream.draft.eagle3.drafter import SMOLLM2_HEAD
+    from slipstream.draft.eagle3.drafter import drafter_folder
     from slipstream.lab.prompts import load_prompts
     from slipstream.train.doctor import examine
     from slipstream.train.doctor_trials import write_answers
 
-    folder = SMOLLM2_HEAD if drafter == "eagle3" else Path(drafter)
+    folder = drafter_folder(drafter)
     if mend is not None and mend.exists() and (not mend.is_dir() or any(mend.iterdir())):
         raise DataError(f"{mend} is there and not empty; --mend writes into an empty folder")
     checkpoint, claimed = read(folder), _claims(folder)

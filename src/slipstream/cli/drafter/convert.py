@@ -36,9 +36,9 @@ def convert(
     """Write a drafter in the dialect of EAGLE, SpecForge, speculators or ModelOpt, bit for bit the same weights."""
     from slipstream.draft.eagle3.checkpoint import load, save
     from slipstream.draft.eagle3.dialects import CONVENTIONS, Dialect
-    from slipstream.draft.eagle3.drafter import SMOLLM2_HEAD
+    from slipstream.draft.eagle3.drafter import drafter_folder
 
-    folder, dialect = SMOLLM2_HEAD if drafter == "eagle3" else Path(drafter), Dialect(to.value)
+    folder, dialect = drafter_folder(drafter), Dialect(to.value)
     if out.exists() and not out.is_dir():
         raise DataError(f"{out} is a file; convert writes a folder")
     if out.exists() and any(out.iterdir()) and not overwrite:

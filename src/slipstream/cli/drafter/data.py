@@ -83,7 +83,7 @@ def data(
         temperature, greedy_share, max_new_tokens, user_tokens, free_share, keep_loops=keep_loops, seed=seed
     )
     until_s = None if minutes is None else perf_counter() + 60 * minutes
-    _check_device(device)
+    check_device(device)
     if source and source.resolve() == out.resolve():
         raise DataError(f"{out} is what --from reads; write another file")
     batch = batch or (32 if device == "cpu" else 64 if source else 1024)
@@ -192,7 +192,7 @@ def _inventions(
     )
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
     import torch
 
     if device not in ("cpu", "cuda") and not device.startswith("cuda:"):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.console import print_numbers, progress_bar, say
-from slipstream.cli.drafter.data import _check_device as check_device
+from slipstream.cli.drafter.data import check_device
 from slipstream.cli.options import Dtype
 from slipstream.errors import SlipstreamError
 
@@ -102,9 +102,9 @@ def _shapes(chain: int, tree: str) -> list[DraftShape]:
 
 def _checkpoint(drafter: str) -> Checkpoint:
     from slipstream.draft.eagle3.checkpoint import load
-    from slipstream.draft.eagle3.drafter import SMOLLM2_HEAD
+    from slipstream.draft.eagle3.drafter import drafter_folder
 
-    return load(SMOLLM2_HEAD if drafter == "eagle3" else Path(drafter).expanduser())
+    return load(drafter_folder(drafter))
 
 
 def _answered(

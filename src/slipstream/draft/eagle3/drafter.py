@@ -27,6 +27,13 @@ from slipstream.target.rows import Rows
 
 SMOLLM2_HEAD = Path(__file__).parent / "heads" / "smollm2-135m"
 """The head that is shipped, for SmolLM2-135M-Instruct."""
+
+
+def drafter_folder(name: str) -> Path:
+    """What a user may call a drafter: `eagle3`, the one that is shipped, or a folder."""
+    return SMOLLM2_HEAD if name == "eagle3" else Path(name).expanduser()
+
+
 _RING = 1024
 """States that wait for a request's next draft; a power of two, and several prefill chunks."""
 _MARGIN = 64
