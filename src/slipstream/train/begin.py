@@ -15,6 +15,7 @@ from slipstream.errors import DataError, ModelError
 from slipstream.target.family import Target
 from slipstream.target.shape import ModelShape, Rope
 from slipstream.train.eagle3_model import Eagle3Module
+from slipstream.train.evaluate import module_of
 from slipstream.train.samples import Samples, draft_vocabulary
 
 
@@ -123,11 +124,7 @@ def fine_tune(
         raise ModelError(
             f"the drafter's map of tokens is unset: its {len(ids)} draft tokens are simply the target's first ones"
         )
-    own = checkpoint.tensors.get("embed_tokens.weight")
-    table = _table(target) if own is None else own.to(target.device)
-    if table.shape[1] != shape.hidden_size:
-        raise ModelError("the drafter's states are not as wide as the target's embedding, and it brings none")
-    module = Eagle3Module(shape, table, ids, positions, checkpoint.tensors)
+    module = module_of(checkpoint, target, positions)
     counts = torch.bincount(samples.tokens[samples.mask], minlength=shape.vocab_size)
     return module, float(counts[ids].sum() / counts.sum().clamp_min(1))
 
