@@ -18,9 +18,10 @@ from slipstream.draft.ngram import NGramDrafter
 from slipstream.draft.text import Text
 from slipstream.draft.tree import Tree
 from slipstream.engine.controller import SIZES, Controller, CostModel
-from slipstream.engine.cycle import cycle, prefill
+from slipstream.engine.cycle import prefill
 from slipstream.engine.output import Output
 from slipstream.engine.request import Chunk, Completion, SamplingParams
+from slipstream.engine.runner import Eager
 from slipstream.engine.scheduler import PREFILL_CHUNK, Running, Scheduler
 from slipstream.engine.state import State
 from slipstream.errors import RequestError, SlipstreamError
@@ -90,7 +91,7 @@ class Engine:
         self._state = State.allocate(
             target.kv_layout(), max_batch, max_length, _MAX_ROWS, self.model.dtype, torch.device(device)
         )
-        self._scheduler = Scheduler(target, self._state, None)
+        self._scheduler = Scheduler(Eager(target, self._state), None)
         self.use(self.drafter)
 
     def use(self, drafter: Drafter | None) -> None:
@@ -293,12 +294,10 @@ class Engine:
         if is_first:
             made_up = [(7919 * index) % self.model.shape.vocab_size for index in range(context)]
             state.put(slot, made_up, 0.0, 0, 1.0, 0)
-            prefill(self.model.target, drafter, state, slot, PREFILL_CHUNK)
+            prefill(self.model.target, drafter, state, slot, context, PREFILL_CHUNK)
         state.text.length[slot] = context
-        slots = torch.tensor([slot], device=state.table.device)
         start = perf_counter()
-        drafter.outlook(state.text, slots).tolist()
-        cycle(self.model.target, drafter, state, slots, size, context + size, True).accepted.tolist()
+        self._scheduler.runner.start(drafter, [slot], size, context + size, True).read()
         return (perf_counter() - start) * 1e6
 
 
