@@ -104,9 +104,7 @@ class Decoder:
     def _add_sum_and_norm(self, part: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
         """Adds the ranks' parts of a layer's output to the residual; returns what enters the next layer."""
         with span(self._sum_span):
-            return self._collectives.all_reduce_add_rms_norm_(
-                part, residual, weight, self.shape.rms_norm_eps
-            )
+            return self._collectives.all_reduce_add_rms_norm_(part, residual, weight, self.shape.rms_norm_eps)
 
 
 def _layer(load: Loader, shape: ModelShape, rotary: Rotary, index: int) -> Layer:

@@ -61,7 +61,9 @@ class GGUFFile:
         if part and whole and part.dim == 0:
             data = data[part.start : part.stop]
         elif whole:
-            in_bytes = block_bytes // data.itemsize  # of what the reader gives: bytes, or numbers where it knows them
+            in_bytes = (
+                block_bytes // data.itemsize
+            )  # of what the reader gives: bytes, or numbers where it knows them
             data = data[:, whole.start // block * in_bytes : whole.stop // block * in_bytes]
         weight = self._numbers(tensor.name, data, kind)
         if ".".join(name.split(".")[3:5]) in ("self_attn.q_proj", "self_attn.k_proj"):

@@ -141,14 +141,16 @@ def _shards(shape: ModelShape, size: int, in_groups: bool) -> list[Shard] | None
     """By rank; None where the model cannot be split so."""
     heads, kv_heads = _deal_heads(shape, size)
     value = shape.latent.value_dim if shape.latent else shape.head_dim
-    if in_groups and any(own.stop * value % GROUP for own in heads):
+    if in_groups and any(own.start * value % GROUP for own in heads):
         return None
     experts, empty = shape.experts, [range(0)] * size
     dense = _deal_inputs(shape.intermediate_size, size, in_groups)
     expert = _deal_inputs(experts.intermediate_size, size, in_groups) if experts else empty
     has_shared = experts is not None and experts.shared_intermediate_size > 0
     shared = _deal_inputs(experts.shared_intermediate_size, size, in_groups) if experts else empty
-    tokens = deal(shape.vocab_size, size, -(-shape.vocab_size // size))  # one length, but for the last: all-gather
+    tokens = deal(
+        shape.vocab_size, size, -(-shape.vocab_size // size)
+    )  # one length, but for the last: all-gather
     needed = [tokens, *([expert] if experts else []), *([shared] if has_shared else [])]
     if experts is None or len(experts.layers) < shape.layers:
         needed.append(dense)
