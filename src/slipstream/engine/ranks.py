@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
@@ -26,13 +27,16 @@ from slipstream.errors import RankError, SlipstreamError
 from slipstream.kernels.native import native
 
 _CLOSING_S = 5.0
+_CAUSE_S = 1.0
+"""Within that the system says how a process ended, once the others have noticed that it did."""
 
 
 class Group:
     """Rank 0's side: its own part, those who follow it, and what becomes of them; here it is alone."""
 
     def __init__(self, settings: Settings) -> None:
-        self.followers, self.collectives = Followers(), Solo()
+        self.followers = Followers()
+        self.collectives: Collectives = Solo()
         self.rank = Rank(settings, self.collectives, settings.device)
 
     @staticmethod
@@ -60,7 +64,7 @@ class _SeveralRanks(Group):
         self._failure: str | None = None
         self._ranks: Ranks | None = None
         self._meeting: Meeting | None = None
-        self.collectives: Collectives = Solo()
+        self.collectives = Solo()
         try:
             at = ENVIRONMENT
             if not under_torchrun():
@@ -68,16 +72,20 @@ class _SeveralRanks(Group):
                 at = self._ranks.at
             self._meeting = Meeting.join(number, settings.tp, at, self._check)
             self.collectives, control, self.rank = _enter(self._meeting, settings)
-            if number > 0:
-                follow(self.rank, control, PREFILL_CHUNK)
-                self._end()
-                raise SystemExit(0)
-            self.followers = RemoteFollowers(control, self.rank)
         except RankError as error:
-            raise self._ended(error) from None
+            ended = self._ended(error)
+            # Every rank has this error, and one of them says it.
+            raise (SlipstreamError(str(ended)) if number else ended) from None
         except BaseException:
             self._end()
             raise
+        if number:
+            try:
+                follow(self.rank, control, PREFILL_CHUNK)
+            finally:
+                self._end()
+            raise SystemExit(0)
+        self.followers = RemoteFollowers(control, self.rank)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -113,9 +121,11 @@ class _SeveralRanks(Group):
 
     def _ended(self, error: RankError) -> RankError:
         """Ends all ranks; the error that says why, with the cause where it is known."""
-        self._failure = str(error)
+        self._failure, ends = str(error), time.monotonic() + _CAUSE_S
         try:
-            self._check()
+            while self._ranks and time.monotonic() < ends:
+                self._ranks.check()
+                time.sleep(0.01)
         except RankError as cause:
             if str(cause) not in self._failure:
                 self._failure = f"{cause} ({error})"
