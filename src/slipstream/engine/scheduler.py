@@ -11,6 +11,7 @@ import torch
 from slipstream.draft.drafter import Drafter
 from slipstream.engine.controller import Controller
 from slipstream.engine.cycle import Outcome, prefill
+from slipstream.engine.followers import Followers
 from slipstream.engine.output import Output
 from slipstream.engine.request import Chunk, SamplingParams, Stats
 from slipstream.engine.runner import Pending, Runner, bucket_of
@@ -49,8 +50,6 @@ class _Started:
 
     group: list[Running]
     size: int
-    outlooks: list[int]
-    """What was known of each request when the size was chosen."""
     pending: Pending
     start_s: float
 
@@ -58,8 +57,12 @@ class _Started:
 class Scheduler:
     """Runs requests over a fixed number of slots, in order of arrival."""
 
-    def __init__(self, runner: Runner, controller: Controller | None) -> None:
+    def __init__(
+        self, runner: Runner, controller: Controller | None, followers: Followers | None = None
+    ) -> None:
+        """followers: the other ranks, which are told of all that changes the state."""
         self.runner, self.controller = runner, controller
+        self.followers = followers or Followers()
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self._started: deque[_Started] = deque()
@@ -90,6 +93,7 @@ class Scheduler:
             self.running.append(request)
             start = perf_counter()
             params, state = request.params, self.runner.state
+            self.followers.begin(request.slot, request.prompt, params, request.drafter)
             state.put(
                 request.slot,
                 request.prompt,
@@ -124,28 +128,29 @@ class Scheduler:
         longest = max(len(each.prompt) + each.stats.new_tokens + each.flying_most for each in group)
         is_greedy = all(each.params.is_greedy for each in group)
         slots = [each.slot for each in group]
-        pending = self.runner.start(group[0].drafter, slots, size, longest + size, is_greedy)
+        drafter = group[0].drafter
+        self.followers.cycle(slots, drafter, size, longest + size, is_greedy)
+        pending = self.runner.start(drafter, slots, size, longest + size, is_greedy)
         for each in group:
             each.flying += 1
             each.flying_most += size + 1
-        self._started.append(_Started(group, size, outlooks, pending, start))
+        self._started.append(_Started(group, size, pending, start))
 
     def _finish(self, started: _Started) -> None:
         group, size = started.group, started.size
-        before = [each.last for each in group]
         outcomes = started.pending.read()
         now = perf_counter()
         elapsed_s, self._finish_s = now - max(started.start_s, self._finish_s), now
         if self.controller is not None and group[0].drafter is not None:
             self.controller.costs.observe(bucket_of(len(group)), size, elapsed_s * 1e6)
-        for index, (request, outcome) in enumerate(zip(group, outcomes, strict=True)):
+        for request, outcome in zip(group, outcomes, strict=True):
             request.flying -= 1
             request.flying_most -= size + 1
             if request.slot < 0:  # it ended, or was cancelled, while this cycle ran
                 continue
-            request.last = outcome
-            self._learn(request, started.outlooks[index], size, outcome, before[index])
-            has_draft = size > 0 and started.outlooks[index] > 0
+            before, request.last = request.last, outcome
+            self._learn(request, size, outcome, before)
+            has_draft = size > 0 and before.outlook > 0
             request.chunks.append(self._push(request, outcome, size if has_draft else 0))
             request.stats.decode_s += elapsed_s
 
@@ -157,11 +162,12 @@ class Scheduler:
         assert self.controller is not None
         return self.controller.choose(outlooks)
 
-    def _learn(self, request: Running, outlook: int, size: int, outcome: Outcome, before: Outcome) -> None:
+    def _learn(self, request: Running, size: int, outcome: Outcome, before: Outcome) -> None:
+        """From a cycle with a tree of `size`, and what the drafter had said before it."""
         if self.controller is None or request.drafter is None:
             return
         if size:
-            self.controller.observe_verified(request.slot, outlook, size, outcome.nodes)
+            self.controller.observe_verified(request.slot, before.outlook, size, outcome.nodes)
             return
         if before.ahead and self.controller.wants_shadow(request.slot, before.outlook):
             self.controller.shadow(request.slot, before.outlook, before.ahead)
