@@ -97,7 +97,7 @@ class Scheduler:
         drafter = group[0].drafter
         slots = self._batch([each.slot for each in group])
         outlooks = self._outlooks(drafter, slots, len(group))
-        size = self._size(group[0], outlooks)
+        size = self._size(group[0], outlooks, len(slots))
         longest = max(len(each.prompt) + each.stats.new_tokens for each in group)
         is_greedy = all(each.params.is_greedy for each in group)
         shadows = self._shadow_drafts(drafter, slots, group, outlooks) if size == 0 else {}
@@ -105,7 +105,8 @@ class Scheduler:
         accepted, tokens, rows = path.accepted.tolist(), path.tokens.tolist(), path.rows.tolist()
         levels = path.tokens.shape[1] - 1
         if self.controller is not None and drafter is not None:
-            self.controller.costs.observe(len(slots), size, (perf_counter() - start) * 1e6)
+            elapsed_us = (perf_counter() - start) * 1e6
+            self.controller.observe_cycle([each.slot for each in group], len(slots), size, elapsed_us)
         for index, request in enumerate(group):
             committed = tokens[index][: accepted[index] + 1]
             nodes = [row - 1 for row in rows[index][1 : accepted[index] + 1]]
@@ -135,13 +136,13 @@ class Scheduler:
             outlooks: list[int] = drafter.outlook(self.state.text, slots).clamp(0, OUTLOOKS - 1).tolist()
         return outlooks[:count]
 
-    def _size(self, request: Running, outlooks: list[int]) -> int:
+    def _size(self, request: Running, outlooks: list[int], batch: int) -> int:
         if request.drafter is None:
             return 0
         if request.size is not None:
             return request.size if any(outlooks) else 0
         assert self.controller is not None
-        return self.controller.choose(outlooks)
+        return self.controller.choose(outlooks, batch)
 
     def _shadow_drafts(
         self, drafter: Drafter | None, slots: Tensor, group: list[Running], outlooks: list[int]
