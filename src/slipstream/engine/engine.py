@@ -18,9 +18,10 @@ from slipstream.draft.ngram import NGramDrafter
 from slipstream.draft.text import Text
 from slipstream.draft.tree import Tree
 from slipstream.engine.controller import SIZES, Controller, CostModel
-from slipstream.engine.cycle import cycle, prefill
+from slipstream.engine.cycle import prefill
 from slipstream.engine.output import Output
 from slipstream.engine.request import Chunk, Completion, SamplingParams
+from slipstream.engine.runner import Eager
 from slipstream.engine.scheduler import PREFILL_CHUNK, Running, Scheduler
 from slipstream.engine.state import State
 from slipstream.errors import RequestError, SlipstreamError
@@ -90,7 +91,7 @@ class Engine:
         self._state = State.allocate(
             target.kv_layout(), max_batch, max_length, _MAX_ROWS, self.model.dtype, torch.device(device)
         )
-        self._scheduler = Scheduler(target, self._state, None)
+        self._scheduler = Scheduler(Eager(target, self._state), None)
         self.use(self.drafter)
 
     def use(self, drafter: Drafter | None) -> None:
@@ -311,16 +312,14 @@ class Engine:
         """Puts a text on the padding slot, for measuring."""
         slot = self._state.padding_slot
         self._state.put(slot, list(prompt), 0.0, 0, 1.0, 0)
-        prefill(self.model.target, drafter, self._state, slot, PREFILL_CHUNK)
+        prefill(self.model.target, drafter, self._state, slot, len(prompt), PREFILL_CHUNK)
 
     def _time_cycle(self, drafter: Drafter, size: int) -> float:
         """Microseconds of one cycle on the padding slot."""
         state, slot = self._state, self._state.padding_slot
-        slots = torch.tensor([slot], device=state.table.device)
         extent = int(state.text.length[slot]) + size
         start = perf_counter()
-        drafter.outlook(state.text, slots).tolist()
-        cycle(self.model.target, drafter, state, slots, size, extent, True).accepted.tolist()
+        self._scheduler.runner.start(drafter, [slot], size, extent, True).read()
         return (perf_counter() - start) * 1e6
 
 
