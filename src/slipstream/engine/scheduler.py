@@ -142,7 +142,8 @@ class Scheduler:
         now = perf_counter()
         elapsed_s, self._finish_s = now - max(started.start_s, self._finish_s), now
         if self.controller is not None and group[0].drafter is not None:
-            self.controller.costs.observe(bucket_of(len(group)), size, elapsed_s * 1e6)
+            slots = [each.slot for each in group]
+            self.controller.observe_cycle(slots, bucket_of(len(group)), size, elapsed_s * 1e6)
         for request, outcome in zip(group, outcomes, strict=True):
             request.flying -= 1
             request.flying_most -= size + 1
@@ -160,7 +161,7 @@ class Scheduler:
         if request.size is not None:
             return request.size if any(outlooks) else 0
         assert self.controller is not None
-        return self.controller.choose(outlooks)
+        return self.controller.choose(outlooks, bucket_of(len(outlooks)))
 
     def _learn(self, request: Running, size: int, outcome: Outcome, before: Outcome) -> None:
         """From a cycle with a tree of `size`, and what the drafter had said before it."""
