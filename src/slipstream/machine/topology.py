@@ -95,25 +95,31 @@ def _matrices(text: str, name: str) -> list[_Matrix]:
         words = line.split()
         if not words:
             continue
-        if _GPU.fullmatch(words[0]) and (len(words) == 1 or not _is_cell(words[1])):
+        matrix = found[-1] if found else None
+        awaited = matrix is not None and words[0] in matrix.columns and words[0] not in matrix.rows
+        if _GPU.fullmatch(words[0]) and not awaited and (len(words) == 1 or not _is_cell(words[1])):
             affinities = [heading for heading in _AFFINITIES if heading in " ".join(words)]
             columns = re.split("|".join(_AFFINITIES), " ".join(words))[0].split()
             found.append(_Matrix(columns, affinities, {}))
-        elif found and words[0] in found[-1].columns and len(words) > 1:
-            matrix, cells = found[-1], words[1:]
-            if not len(matrix.columns) <= len(cells) <= len(matrix.columns) + len(matrix.affinities):
-                raise MachineError(
-                    f"{name}: the row {words[0]} has {len(cells)} cells for {len(matrix.columns)} columns"
-                )
-            if words[0] in matrix.rows or matrix.columns[: len(cells)].index(words[0]) != cells.index("X"):
-                raise MachineError(
-                    f"{name}: the row {words[0]} is there twice, or its X is not in its own column"
-                )
-            matrix.rows[words[0]] = cells
+        elif matrix is not None and words[0] in matrix.columns:
+            _add_row(matrix, words[0], words[1:], name)
     for matrix in found:
         if missing := [gpu for gpu in matrix.gpus if gpu not in matrix.rows]:
             raise MachineError(f"{name}: the row of {missing[0]} is missing")
     return found
+
+
+def _add_row(matrix: _Matrix, label: str, cells: list[str], name: str) -> None:
+    columns = matrix.columns
+    if label in matrix.rows:
+        raise MachineError(f"{name}: the row {label} is there twice")
+    if not len(columns) <= len(cells) <= len(columns) + len(matrix.affinities):
+        raise MachineError(f"{name}: the row {label} has {len(cells)} cells for {len(columns)} columns")
+    if strange := [cell for cell in cells[: len(columns)] if not _is_cell(cell)]:
+        raise MachineError(f"{name}: {strange[0]!r} is no link that is known (NV#, PIX, PXB, PHB, NODE, SYS)")
+    if cells[columns.index(label)] != "X":
+        raise MachineError(f"{name}: the X of the row {label} is not in its own column")
+    matrix.rows[label] = cells
 
 
 def _is_cell(word: str) -> bool:
