@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli import diagnose, drafter, generate, shape
+from slipstream.cli import diagnose, drafter, generate, shape, trace
 from slipstream.cli.unsupported import RefusesUnsupported
 from slipstream.errors import SlipstreamError
 
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command("diagnose", cls=RefusesUnsupported)(diagnose.diagnose)
 app.command("shape")(shape.shape)
+app.command("trace")(trace.trace)
 app.command("generate", cls=RefusesUnsupported)(generate.generate)
 app.add_typer(drafter.app, name="drafter")
 
