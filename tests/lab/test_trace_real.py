@@ -77,7 +77,11 @@ def test_sglang_eagle3() -> None:
     assert "the host is too slow, not because it is stopped" in text
     assert "Phases that wait most: extend" in text
     assert any("Rows of a step: 5: 64 of its add-and-RMSNorm kernels" in line for line in cost.evidence)
-    assert (kind(reading, "draft").graphs, kind(reading, "verify").graphs, kind(reading, "extend").graphs) == (
+    assert (
+        kind(reading, "draft").graphs,
+        kind(reading, "verify").graphs,
+        kind(reading, "extend").graphs,
+    ) == (
         1,
         1,
         0,
@@ -110,7 +114,9 @@ def test_collectives_with_metadata() -> None:
     step = kind(reading, "step")
     assert (step.steps, step.collectives, step.wire_us) == (3, {"all_reduce": 5.0, "broadcast": 2.0}, None)
     sizes = sorted(
-        part.traffic.bytes or 0 for part in reading.cost.collectives() if part.name == "all_reduce" and part.traffic
+        part.traffic.bytes or 0
+        for part in reading.cost.collectives()
+        if part.name == "all_reduce" and part.traffic
     )
     assert sizes == [4 * count for count in (2049000, 2431040, 6563840, 6637568, 7875584)]
     assert {part.traffic.by for part in reading.cost.collectives() if part.traffic} == {"NCCL Ring LL"}

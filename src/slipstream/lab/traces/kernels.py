@@ -11,8 +11,6 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from slipstream.lab.cycle_cost import COLLECTIVES
-
 CLASSES = ("gemm", "attention", "moe", "norm", "activation", "sampling", "copy", "other")
 """Of what computes, in this order. Attention includes rotary embedding and writing KV; copy includes filling."""
 
@@ -22,7 +20,7 @@ class KernelClass:
     """The class of a kernel."""
 
     name: str
-    """One of `CLASSES`, one of `COLLECTIVES`, or `collective` where the name does not say which."""
+    """One of `CLASSES`, one of `cycle_cost.COLLECTIVES`, or `collective` where the name does not say which."""
     by: str = ""
     """Of a collective: what carries it."""
 
@@ -38,9 +36,8 @@ _WORDS = {
     "broadcast": "broadcast",
     "alltoall": "all_to_all",
     "sendrecv": "send_recv",
-    "reduce": "reduce",
 }
-_WORD = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|broadcast|all_?to_?all|send_?recv|reduce", re.I)
+_WORD = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|broadcast|all_?to_?all|send_?recv", re.I)
 _NCCL = re.compile(r"\bnccl\w*", re.I)
 _ALGORITHM = re.compile(r"ring|tree|collnet|nvls|pat", re.I)
 _PROTOCOL = re.compile(r"ll128|ll|simple", re.I)
@@ -48,6 +45,7 @@ _CUSTOM = (  # what carries a collective that is not NCCL's
     (re.compile(r"mscclpp|msccl\+\+", re.I), "MSCCL++"),
     (re.compile(r"mnnvl", re.I), "FlashInfer MNNVL"),
     (re.compile(r"pcie_?ipc", re.I), "FlashInfer PCIe IPC"),
+    (re.compile(r"device::distributed::"), "SGLang custom"),
     (re.compile(r"flashinfer|trtllm|tensorrt_llm|lamport", re.I), "FlashInfer"),
     (re.compile(r"quick_?reduce|quick_?all_?reduce", re.I), "quick reduce"),
     (re.compile(r"multimem|symm_?mem", re.I), "symmetric memory"),
@@ -115,19 +113,17 @@ def collective_kind(word: str) -> str:
 
 
 def _kind(text: str) -> str:
-    if re.search(r"cross_device_reduce", text):
+    if re.search(r"cross_device_reduce|(?:one|two)_?shot.*reduce", text, re.I):
         return "all_reduce"
     if re.search(r"deep_?ep.*(?:dispatch|combine)", text, re.I):
         return "all_to_all"
     found = _WORD.search(text)
-    kind = _WORDS[found.group().lower().replace("_", "")] if found else "collective"
-    return kind if kind in COLLECTIVES else "collective"
+    return _WORDS[found.group().lower().replace("_", "")] if found else "collective"
 
 
 def _nccl_choice(word: str) -> list[str]:
     """Algorithm and protocol, where the kernel's name carries them. `Generic` kernels of new versions carry neither."""
-    tail = word.split("_", 1)[1] if "_" in word else word
-    tail = _WORD.sub("", tail, count=1)
+    tail = _WORD.sub("", word.removeprefix("nccl"), count=1)
     algorithm, protocol = _ALGORITHM.search(tail), _PROTOCOL.search(tail)
     names = {"ring": "Ring", "tree": "Tree", "collnet": "CollNet", "nvls": "NVLS", "pat": "PAT"}
     result = [names[algorithm.group().lower()]] if algorithm else []

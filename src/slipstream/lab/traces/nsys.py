@@ -104,8 +104,10 @@ class _Reader:
         chosen = [f'"{name}"' if name in present else "NULL" for name in wanted]
         found = self.connection.execute(f"SELECT {', '.join(chosen)} FROM {table}")
         while rows := found.fetchmany(_BATCH):
-            for row in rows:
-                yield dict(zip(wanted, row, strict=True))
+            for values in rows:
+                row = dict(zip(wanted, values, strict=True))
+                if "end" not in row or (row["end"] and row["end"] >= row["start"]):  # 0: no time was recorded
+                    yield row
 
     def _text(self, number: Any) -> str:
         return str(self._strings.get(number, "?"))
@@ -151,7 +153,7 @@ class _Reader:
 
     def _marks(self, marks: Columns) -> None:
         for row in self._rows(_NVTX, "start end eventType text textId globalTid"):
-            if row["eventType"] not in _RANGES or row["end"] is None:
+            if row["eventType"] not in _RANGES:
                 continue
             text = row["text"] if row["text"] is not None else self._text(row["textId"])
             thread = self.threads.number(str(row["globalTid"]))

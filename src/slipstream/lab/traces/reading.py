@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +18,7 @@ from slipstream.lab.traces import ranks as between
 from slipstream.lab.traces.kernels import KernelClass
 from slipstream.lab.traces.kineto import read_kineto
 from slipstream.lab.traces.nsys import is_sqlite, read_nsys
-from slipstream.lab.traces.steps import Cycle, Step, Steps, find_steps, in_graph
+from slipstream.lab.traces.steps import Cycle, Step, Steps, find_steps
 from slipstream.lab.traces.timeline import NO_CALL, Bools, Floats, Ints, Timeline
 from slipstream.lab.traces.waits import Usage, classes_of, use_of
 
@@ -114,11 +115,11 @@ class Reading:
 
 def read_traces(paths: Sequence[Path], progress: Progress = lambda what, done, total: None) -> Reading:
     """Everything about the traces of one job: files of one rank each, or one file. Raises SlipstreamError."""
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise SlipstreamError("the same file was given twice; give one trace a rank")
     timelines: list[Timeline] = []
     for path in paths:
         timelines += _read_file(path, progress)
-    if len({path.resolve() for path in paths}) < len(paths):
-        raise SlipstreamError("the same file was given twice; give one trace a rank")
     timelines = between.check_together(timelines)
     progress("looking for steps", 0, 1)
     found = [find_steps(timeline) for timeline in timelines]
@@ -172,7 +173,6 @@ class _Rank:
         self.is_collective: Bools = np.array([kind.is_collective for kind in self.kinds] or [False])[
             timeline.gpu.name
         ]
-        self.replayed: Bools = in_graph(timeline)
         self.gap_of = np.full(len(timeline.gpu), -1, dtype=np.int64)
         self.gap_of[self.use.gap_next] = np.arange(len(self.use.gap_next))
         self.wire: Floats = np.full(len(timeline.gpu), np.nan)
@@ -203,9 +203,13 @@ class _Job:
             for copies in self.cycles:
                 for rank, calls, wire in between.wire_times(timelines, copies):
                     self.ranks[rank].wire[calls] = wire
-        self.first_events = [
-            {int(min(step.kernels[0] for step in cycle.steps)) for cycle in steps.cycles} for steps in found
-        ]
+        self.begins: list[Bools] = [np.zeros(len(timeline.gpu), dtype=bool) for timeline in timelines]
+        """By rank and GPU event: it is the first of a cycle, so the gap before it is of no phase."""
+        self.following: dict[int, Cycle] = {}
+        """By the id of a cycle: the one after it."""
+        for begins, steps in zip(self.begins, found, strict=True):
+            begins[[_first(cycle) for cycle in steps.cycles]] = True
+            self.following |= {id(cycle): after for cycle, after in pairwise(steps.cycles)}
 
     def reading(self) -> Reading:
         """All of it."""
@@ -230,24 +234,19 @@ class _Job:
             evidence=evidence,
         )
 
-    def _slots(self, rank: int, cycle: Cycle, following: Cycle | None) -> list[_Slot]:
+    def _slots(self, rank: int, cycle: Cycle) -> list[_Slot]:
         """All that happened from the cycle's first kernel to the first one of the next cycle."""
-        it, firsts = self.ranks[rank], self.first_events[rank]
+        it = self.ranks[rank]
         result = []
         for step in cycle.steps:
             for phase, kernels in ((step.phase, step.kernels), ("accept", step.tail)):
                 if len(kernels):
-                    inner = kernels[~np.isin(kernels, list(firsts))]
-                    result.append(_Slot(phase, kernels, it.gaps(inner)))
+                    result.append(_Slot(phase, kernels, it.gaps(kernels[~self.begins[rank][kernels]])))
+        following = self.following.get(id(cycle))
         if following is not None:
-            begin = np.array([min(step.kernels[0] for step in following.steps)])
+            begin = np.array([_first(following)])
             result.append(_Slot("host", begin[:0], it.gaps(begin)))
         return result
-
-    def _following(self, rank: int, cycle: Cycle) -> Cycle | None:
-        cycles = self.found[rank].cycles
-        at = next(index for index, each in enumerate(cycles) if each is cycle)
-        return cycles[at + 1] if at + 1 < len(cycles) else None
 
     def _cost(self, group: list[list[Cycle]]) -> CycleCost:
         """The mean of the cycles of one kind over cycles and ranks."""
@@ -257,7 +256,7 @@ class _Job:
         for copies in chosen:
             for rank, cycle in enumerate(copies):
                 wall += cycle.end - cycle.start
-                for slot in self._slots(rank, cycle, self._following(rank, cycle)):
+                for slot in self._slots(rank, cycle):
                     self._charge(rank, slot, sums)
         shares = len(chosen) * len(self.ranks)
         parts = [
@@ -351,18 +350,16 @@ class _Job:
         """The table: every phase and number of rows, in the order of a cycle."""
         slots: dict[tuple[str, int | None, str], list[tuple[int, _Slot]]] = defaultdict(list)
         for rank, steps in enumerate(self.found):
-            owned = {id(step): cycle for cycle in steps.cycles for step in cycle.steps}
             for step in steps.steps:
                 it = self.ranks[rank]
-                firsts = self.first_events[rank] if id(step) in owned else set()
-                inner = step.kernels[~np.isin(step.kernels, list(firsts))]
+                inner = step.kernels[~self.begins[rank][step.kernels]]
                 slots[step.phase, step.rows, step.why_rows].append(
                     (rank, _Slot(step.phase, step.kernels, it.gaps(inner)))
                 )
                 if len(step.tail):
                     slots["accept", None, ""].append((rank, _Slot("accept", step.tail, it.gaps(step.tail))))
             for cycle in steps.cycles[1:]:
-                begin = np.array([min(step.kernels[0] for step in cycle.steps)])
+                begin = np.array([_first(cycle)])
                 slots["host", None, ""].append((rank, _Slot("host", begin[:0], self.ranks[rank].gaps(begin))))
         order = ("prefill", "step", "draft", "verify", "decode", "accept", "extend", "host")
         merged: dict[tuple[str, int | None], list[tuple[int, _Slot]]] = defaultdict(list)
@@ -383,7 +380,7 @@ class _Job:
             gaps = it.gap_us[slot.gaps]
             talking = events[it.is_collective[events]]
             counts.update(it.kind(event) for event in talking)
-            replayed = events[it.replayed[events]]
+            replayed = events[it.timeline.replayed[events]]
             lasted = gpu.end[talking] - gpu.start[talking]
             figures["busy_us"].append(it.use.exposed[events].sum())
             figures["host_wait_us"].append(gaps[waited].sum() if len(gaps) else 0.0)
@@ -418,7 +415,7 @@ class _Job:
         for copies in chosen:
             for rank, cycle in enumerate(copies):
                 it = self.ranks[rank]
-                for slot in self._slots(rank, cycle, self._following(rank, cycle)):
+                for slot in self._slots(rank, cycle):
                     for gap in slot.gaps:
                         call = int(it.use.gap_call[gap])
                         if call != NO_CALL:
@@ -461,6 +458,11 @@ def place_of(timeline: Timeline, call: int) -> str:
 
 
 _NOT_OWN = ("torch/", "contextlib", "nvtx_utils", "<built-in")
+
+
+def _first(cycle: Cycle) -> int:
+    """A cycle's first GPU event."""
+    return int(min(step.kernels[0] for step in cycle.steps))
 
 
 def _title(step: Step) -> str:

@@ -148,18 +148,6 @@ def launch_times(timeline: Timeline) -> Floats:
     return result
 
 
-def in_graph(timeline: Timeline) -> Bools:
-    """Whether each GPU event was part of a graph replay: several of one launch, or a launch that says so."""
-    _, inverse, counts = np.unique(timeline.gpu.correlation, return_inverse=True, return_counts=True)
-    several = (counts[inverse] > 1) & (timeline.gpu.correlation >= 0)
-    graph_names = np.array(["GraphLaunch" in text for text in timeline.names] or [False])
-    known = timeline.call != NO_CALL
-    by_name = np.zeros(len(several), dtype=bool)
-    by_name[known] = graph_names[timeline.calls.name[timeline.call[known]]]
-    result: Bools = several | by_name
-    return result
-
-
 def _repeated(timeline: Timeline) -> tuple[list[Step], list[str]]:
     """Without annotations: a kernel that comes once a step cuts the trace; big graph replays are steps in a cut."""
     anchor = _anchor(timeline)
@@ -167,7 +155,7 @@ def _repeated(timeline: Timeline) -> tuple[list[Step], list[str]]:
         return [], []
     cuts = _where_idle(timeline, np.flatnonzero(timeline.gpu.name == anchor))
     owner = np.searchsorted(cuts, np.arange(len(timeline.gpu)), side="right")
-    replayed = in_graph(timeline)
+    replayed = timeline.replayed
     steps: list[Step] = []
     for index in range(1, len(cuts)):  # what lies before the first cut and after the last may be incomplete
         steps += _parts_of(timeline, np.flatnonzero(owner == index), replayed)
@@ -213,7 +201,8 @@ def _where_idle(timeline: Timeline, cuts: Ints) -> Ints:
     name, count = Counter(gpu.name[longest].tolist()).most_common(1)[0]
     if count < 0.8 * len(longest) or len(longest) < 3:
         return cuts
-    return longest[gpu.name[longest] == name]
+    result: Ints = longest[gpu.name[longest] == name]
+    return result
 
 
 def _parts_of(timeline: Timeline, kernels: Ints, replayed: Bools) -> list[Step]:
@@ -271,7 +260,7 @@ def _find_rows(timeline: Timeline, step: Step) -> None:
         step.rows = rows_of
         step.why_rows = "the shapes of its matrix products, which ran outside graphs, say so"
         return
-    replayed = in_graph(timeline)[step.kernels].mean() > 0.5
+    replayed = timeline.replayed[step.kernels].mean() > 0.5
     step.why_rows = (
         "most of it is a CUDA graph replay, which runs no host code: shapes are not recorded"
         if replayed

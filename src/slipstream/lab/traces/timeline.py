@@ -63,6 +63,9 @@ class Timeline:
     call: Ints = field(init=False)
     """By GPU event: the call that launched it, or `NO_CALL`."""
 
+    replayed: Bools = field(init=False)
+    """By GPU event: part of a graph replay, as several events of one launch are, or one whose launch says so."""
+
     def __post_init__(self) -> None:
         order = np.argsort(self.calls.correlation, kind="stable")
         known = self.calls.correlation[order]
@@ -71,6 +74,10 @@ class Timeline:
         found = (known[at] == self.gpu.correlation) if len(known) else np.zeros(len(self.gpu), dtype=bool)
         found &= self.gpu.correlation >= 0
         self.call = np.where(found, order[at] if len(known) else 0, NO_CALL).astype(np.int64)
+        _, inverse, counts = np.unique(self.gpu.correlation, return_inverse=True, return_counts=True)
+        graph_names = np.array(["GraphLaunch" in text for text in self.names] or [False])
+        self.replayed = (counts[inverse] > 1) & (self.gpu.correlation >= 0)
+        self.replayed[found] |= graph_names[self.calls.name[self.call[found]]]
 
 
 @dataclass(frozen=True)
