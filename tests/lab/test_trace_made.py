@@ -142,6 +142,25 @@ def test_draft_and_verify_graphs_without_annotations(tmp_path: Path) -> None:
     assert reading.cost.phase_us("draft") < reading.cost.phase_us("verify") / 3
 
 
+def test_a_drafter_that_no_annotation_names(tmp_path: Path) -> None:
+    """It runs after sampling and before the next step, and attends: a draft, not sampling."""
+    job = made.Job.of(1, layers=8)
+    (rank,) = job.ranks
+    for _ in range(5):
+        begun = rank.host
+        job.forward("cudaGraphLaunch", grid=4)
+        rank.mark("execute_context_0(0)_generation_1(4)", begun, rank.host)
+        rank.host += 1
+        rank.kernel(made.ARGMAX, 12.0, rank.call("cudaLaunchKernel", 5.0))
+        job.forward("cudaLaunchKernel", grid=1, layers=1)
+        rank.wait()
+    cost = read_traces(job.write_kineto(tmp_path)).cost
+    assert cost.by_part()["accept.sampling"] == pytest.approx(12)
+    assert cost.by_part()["draft.attention"] == pytest.approx(20)
+    assert cost.by_part()["draft.gemm"] == pytest.approx(40)
+    assert cost.attributed == pytest.approx(1, abs=1e-6)
+
+
 @pytest.mark.parametrize("marked", [True, False])
 def test_nsys_node_mode(tmp_path: Path, eight: Reading, marked: bool) -> None:
     """The same job as an Nsight Systems export, rows in disorder, gives the same cost."""

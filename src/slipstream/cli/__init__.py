@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli import diagnose, drafter, generate, shape, trace
+from slipstream.cli import compare, diagnose, drafter, generate, profile, shape, trace
 from slipstream.cli.unsupported import RefusesUnsupported
 from slipstream.errors import SlipstreamError
 
@@ -21,7 +21,9 @@ app = typer.Typer(
 )
 app.command("diagnose", cls=RefusesUnsupported)(diagnose.diagnose)
 app.command("shape")(shape.shape)
+app.command("profile", cls=RefusesUnsupported)(profile.profile)
 app.command("trace")(trace.trace)
+app.command("compare")(compare.compare)
 app.command("generate", cls=RefusesUnsupported)(generate.generate)
 app.add_typer(drafter.app, name="drafter")
 

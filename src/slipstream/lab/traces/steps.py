@@ -97,8 +97,21 @@ def _annotated(timeline: Timeline) -> list[Step]:
         splits = what.phase in ("verify", "decode")
         kernels, tail = (own[~late], own[late]) if splits else (own, own[:0])
         if len(kernels):
+            tail, draft = _draft_in(timeline, tail)
             result.append(Step(what.phase, label, kernels, tail, what.rows, what.requests))
+            if len(draft):
+                result.append(Step("draft", "", draft, draft[:0]))
     return result
+
+
+def _draft_in(timeline: Timeline, tail: Ints) -> tuple[Ints, Ints]:
+    """What follows a step, split where a drafter that nobody annotated begins: it attends, as sampling never does."""
+    classes = [classify(timeline.names[timeline.gpu.name[event]]).name for event in tail]
+    if "attention" not in classes:
+        return tail, tail[:0]
+    sampled = [index for index in range(classes.index("attention")) if classes[index] == "sampling"]
+    begin = sampled[-1] + 1 if sampled else 0
+    return tail[:begin], tail[begin:]
 
 
 def _windows(timeline: Timeline) -> list[tuple[float, float, Meaning, str]]:
@@ -291,6 +304,10 @@ def _cycles(timeline: Timeline, steps: list[Step]) -> list[Cycle]:
             groups.append([])
         groups[-1].append(step)
     cycles = [Cycle(group) for group in groups if any(step.phase in MAIN for step in group)]
+    if len(cycles) > 2 and cycles[0].main.key == cycles[1].main.key:
+        first, second = ({step.phase for step in cycle.steps} for cycle in cycles[:2])
+        if first < second:
+            del cycles[0]  # the trace begins within it
     gpu = timeline.gpu
     for cycle in cycles:
         cycle.start = float(min(gpu.start[step.kernels[0]] for step in cycle.steps))
