@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli import diagnose, drafter, generate, shape
+from slipstream.cli import breakeven, diagnose, drafter, generate, shape
 from slipstream.cli.unsupported import RefusesUnsupported
 from slipstream.errors import SlipstreamError
 
@@ -20,6 +20,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("diagnose", cls=RefusesUnsupported)(diagnose.diagnose)
+app.command("breakeven")(breakeven.breakeven)
 app.command("shape")(shape.shape)
 app.command("generate", cls=RefusesUnsupported)(generate.generate)
 app.add_typer(drafter.app, name="drafter")
