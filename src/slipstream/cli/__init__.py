@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli import breakeven, diagnose, drafter, generate, shape
+from slipstream.cli import breakeven, diagnose, drafter, generate, ledger, shape
 from slipstream.cli.unsupported import RefusesUnsupported
 from slipstream.errors import SlipstreamError
 
@@ -24,6 +24,7 @@ app.command("breakeven")(breakeven.breakeven)
 app.command("shape")(shape.shape)
 app.command("generate", cls=RefusesUnsupported)(generate.generate)
 app.add_typer(drafter.app, name="drafter")
+app.add_typer(ledger.app, name="ledger")
 
 
 def _print_version(asked: bool) -> None:

@@ -6,6 +6,8 @@ from enum import StrEnum
 
 DRAFT_HELP = "What guesses the next tokens: ngram, eagle3 (for SmolLM2), none, or a drafter's folder."
 
+LEDGER_HELP = "The ledger's file; default: SLIPSTREAM_LEDGER, or ledger.sqlite among the user's data."
+
 
 def draft_or_none(name: str) -> str | None:
     """As the engine takes it."""
