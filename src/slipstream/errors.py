@@ -17,3 +17,7 @@ class RequestError(SlipstreamError, ValueError):
 
 class DataError(SlipstreamError):
     """Training data that is broken or cannot be read or written; the message names the file, and the line in it."""
+
+
+class MachineError(SlipstreamError):
+    """A machine that is unknown, described wrongly or not known well enough; the message says what is missing."""
