@@ -21,3 +21,7 @@ class DataError(SlipstreamError):
 
 class MachineError(SlipstreamError):
     """A machine that is unknown, described wrongly or not known well enough; the message says what is missing."""
+
+
+class RankError(SlipstreamError):
+    """A rank that died, disagrees, or does not answer; the message says which rank, and in which operation."""
