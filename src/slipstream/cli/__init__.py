@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli import breakeven, diagnose, drafter, generate, ledger, shape
+from slipstream.cli import breakeven, diagnose, drafter, generate, ledger, shape, trace
 from slipstream.cli.unsupported import RefusesUnsupported
 from slipstream.errors import SlipstreamError
 
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.command("diagnose", cls=RefusesUnsupported)(diagnose.diagnose)
 app.command("breakeven")(breakeven.breakeven)
 app.command("shape")(shape.shape)
+app.command("trace")(trace.trace)
 app.command("generate", cls=RefusesUnsupported)(generate.generate)
 app.add_typer(drafter.app, name="drafter")
 app.add_typer(ledger.app, name="ledger")
