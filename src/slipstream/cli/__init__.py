@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli import breakeven, diagnose, drafter, generate, ledger, shape, trace
+from slipstream.cli import breakeven, diagnose, drafter, generate, ledger, plan, predict, shape, trace
 from slipstream.cli.unsupported import RefusesUnsupported
 from slipstream.errors import SlipstreamError
 
@@ -21,6 +21,8 @@ app = typer.Typer(
 )
 app.command("diagnose", cls=RefusesUnsupported)(diagnose.diagnose)
 app.command("breakeven")(breakeven.breakeven)
+app.command("predict")(predict.predict)
+app.command("plan")(plan.plan)
 app.command("shape")(shape.shape)
 app.command("trace")(trace.trace)
 app.command("generate", cls=RefusesUnsupported)(generate.generate)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, replace
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from math import log
+from pathlib import Path
+from typing import Protocol
 
+from slipstream.errors import SlipstreamError
+from slipstream.knobs import cache_dir
 from slipstream.lab.predict import Settings, Shares, predict
 from slipstream.machine.machine import Machine
 from slipstream.target.shape import ModelShape
@@ -57,3 +62,51 @@ def _error(machine: Machine, shape: ModelShape, settings: Settings, steps: Steps
     for (rows, context), us in steps.items():
         total += log(predicted_us(machine, shape, settings, rows, context, shares) / us) ** 2
     return total
+
+
+class Stepped(Protocol):
+    """What a calibration needs of an engine; `slipstream.Engine` has it."""
+
+    def step_costs(self, rows: Sequence[int], *, context: int) -> dict[int, float]: ...
+
+
+def measure(
+    engine: Stepped, progress: Callable[[str, int, int], None] = lambda what, done, total: None
+) -> Steps:
+    """Times the steps of a calibration."""
+    steps: dict[tuple[int, int], float] = {}
+    for done, context in enumerate(CALIBRATION_CONTEXTS):
+        progress(f"steps at {context} tokens of context", done, len(CALIBRATION_CONTEXTS))
+        found = engine.step_costs(CALIBRATION_ROWS, context=context)
+        steps |= {(rows, context): us for rows, us in found.items()}
+    progress("done", len(CALIBRATION_CONTEXTS), len(CALIBRATION_CONTEXTS))
+    return steps
+
+
+def path_for(machine: Machine) -> Path:
+    """Where the shares of a machine are kept, in the cache folder."""
+    return cache_dir() / f"shares-{machine.fingerprint}.json"
+
+
+def save(machine: Machine, shares: Shares) -> Path:
+    """Keeps them for later predictions; where. Raises SlipstreamError."""
+    path = path_for(machine)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(shares)) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise SlipstreamError(f"cannot write {path}: {error.strerror}") from None
+    return path
+
+
+def load(machine: Machine) -> Shares | None:
+    """What was kept; None where nothing was. Raises SlipstreamError for a file that is not one."""
+    path = path_for(machine)
+    if not path.exists():
+        return None
+    try:
+        return Shares(**{name: float(value) for name, value in json.loads(path.read_text("utf-8")).items()})
+    except (OSError, ValueError, TypeError, AttributeError):
+        raise SlipstreamError(
+            f"{path} is damaged: remove it, or run slipstream predict --calibrate"
+        ) from None
