@@ -8,7 +8,18 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli import breakeven, diagnose, drafter, generate, ledger, plan, predict, shape, trace
+from slipstream.cli import (
+    breakeven,
+    diagnose,
+    drafter,
+    generate,
+    ledger,
+    machine,
+    plan,
+    predict,
+    shape,
+    trace,
+)
 from slipstream.cli.unsupported import RefusesUnsupported
 from slipstream.errors import SlipstreamError
 
@@ -25,6 +36,7 @@ app.command("predict")(predict.predict)
 app.command("plan")(plan.plan)
 app.command("shape")(shape.shape)
 app.command("trace")(trace.trace)
+app.command("machine")(machine.machine)
 app.command("generate", cls=RefusesUnsupported)(generate.generate)
 app.add_typer(drafter.app, name="drafter")
 app.add_typer(ledger.app, name="ledger")

@@ -43,9 +43,9 @@ FlopPerS = Annotated[float, BeforeValidator(lambda value: parse(value, "flop/s")
 
 
 def show_bytes(count: float) -> str:
-    """Bytes with a binary unit where it comes out even, else a decimal one."""
+    """Bytes in a binary unit where that is a small whole number, else in a decimal one."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size and count % size == 0:
+        if count >= size and count % size == 0 and count < 1024 * size:
             return f"{count / size:.0f} {unit}"
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
