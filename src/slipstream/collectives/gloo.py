@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,8 @@ from slipstream.errors import RankError
 
 ANSWER_S = 8.0
 """That a rank waits inside a reduction for another one that lives: with the rest of its way out, below ten seconds."""
+
+_MOMENTS_S = 0.5
 
 _IDLE = timedelta(days=7)
 """For broadcasts and barriers, in which ranks wait for work; the end of another process still ends the wait."""
@@ -68,7 +71,7 @@ class TorchCollectives(Collectives):
             if x is None
             else f"{operation} of {x.nbytes:,} bytes of {x.dtype}".replace("torch.", "")
         )
-        if self._meeting.attendance and (dead := self._meeting.attendance.dead()):
+        if dead := self._dead():
             return RankError(
                 f"rank {dead[0]} has died; rank {self.rank} waited for it in {self.name} {where}"
             )
@@ -77,6 +80,15 @@ class TorchCollectives(Collectives):
             f"rank {self.rank} could not finish {self.name} {where}: {first} (has another rank left, does it run"
             " something else?)"
         )
+
+    def _dead(self) -> list[int]:
+        """The ranks that have ended; a process may be some moments longer in ending than its sockets."""
+        ends = time.monotonic() + _MOMENTS_S
+        while self._meeting.attendance and time.monotonic() < ends:
+            if dead := self._meeting.attendance.dead():
+                return dead
+            time.sleep(0.01)
+        return []
 
 
 class Gloo(TorchCollectives):

@@ -13,6 +13,7 @@ from torch import Tensor
 from slipstream.draft.drafter import OUTLOOKS, Drafter
 from slipstream.engine.controller import Controller
 from slipstream.engine.cycle import cycle, prefill
+from slipstream.engine.followers import Followers
 from slipstream.engine.output import Output
 from slipstream.engine.request import Chunk, SamplingParams, Stats
 from slipstream.engine.state import State
@@ -44,8 +45,16 @@ class Running:
 class Scheduler:
     """Runs requests over a fixed number of slots, in order of arrival."""
 
-    def __init__(self, target: Target, state: State, controller: Controller | None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        state: State,
+        controller: Controller | None,
+        followers: Followers | None = None,
+    ) -> None:
+        """followers: the other ranks, which are told of all that changes the state."""
         self.target, self.state, self.controller = target, state, controller
+        self.followers = followers or Followers()
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self._free = list(range(state.padding_slot))[::-1]
@@ -80,6 +89,7 @@ class Scheduler:
             self.running.append(request)
             start = perf_counter()
             params = request.params
+            self.followers.begin(request.slot, request.prompt, params, request.drafter)
             self.state.put(
                 request.slot,
                 request.prompt,
@@ -101,6 +111,9 @@ class Scheduler:
         longest = max(len(each.prompt) + each.stats.new_tokens for each in group)
         is_greedy = all(each.params.is_greedy for each in group)
         shadows = self._shadow_drafts(drafter, slots, group, outlooks) if size == 0 else {}
+        self.followers.cycle(
+            [each.slot for each in group], len(slots), drafter, size, longest + size, is_greedy
+        )
         path = cycle(self.target, drafter, self.state, slots, size, longest + size, is_greedy)
         accepted, tokens, rows = path.accepted.tolist(), path.tokens.tolist(), path.rows.tolist()
         levels = path.tokens.shape[1] - 1

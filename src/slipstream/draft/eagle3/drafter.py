@@ -9,6 +9,7 @@ states before the next draft, and only then: while nobody drafts, the states wai
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,6 +68,7 @@ class Eagle3Drafter(Drafter):
             raise ModelError(
                 "a sampled draft is a chain: a tree that keeps its best nodes would not be a fair sample"
             )
+        self._made_with = (drafter, max_drafted, top_k, depth, weights, temperature)
         self._temperature = temperature
         self._draw: torch.Generator | None = None
         self.checkpoint = drafter if isinstance(drafter, Checkpoint) else load(drafter)
@@ -75,6 +77,10 @@ class Eagle3Drafter(Drafter):
         self.max_drafted = min(max_drafted, capacity(top_k, depth)) if self.is_tree else max_drafted
         self.depth = depth if self.is_tree else max_drafted
         self._format: Format = weights or _format(self.checkpoint)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another rank makes one of its own, from the same folder."""
+        return _made, self._made_with
 
     def attach(self, target: Target, slots: int, width: int) -> None:
         self.shape = self.checkpoint.shape.paired(target.shape)
@@ -225,6 +231,19 @@ class Eagle3Drafter(Drafter):
         return self._network(embedded, state, rows, self._kv)
 
 
+def _made(
+    drafter: Path | Checkpoint,
+    max_drafted: int,
+    top_k: int,
+    depth: int,
+    weights: Format | None,
+    temperature: float,
+) -> Eagle3Drafter:
+    return Eagle3Drafter(
+        drafter, max_drafted, top_k=top_k, depth=depth, weights=weights, temperature=temperature
+    )
+
+
 def _format(checkpoint: Checkpoint) -> Format:
     """8 bits where every linear layer's input is made of whole groups."""
     inputs = {
@@ -248,5 +267,9 @@ def _embedding(checkpoint: Checkpoint, target: Target) -> Tensor | None:
             )
         return None
     own = own.to(target.device, target.dtype)
-    theirs = target.embed(torch.arange(target.shape.vocab_size, device=target.device))
-    return None if own.shape == theirs.shape and torch.equal(own, theirs) else own
+    if len(own) != target.shape.vocab_size or own.shape[1] != target.shape.hidden_size:
+        return own
+    # All parts, as every rank makes the same calls, and one by one, as the target may have to add them up.
+    parts = torch.arange(len(own), device=target.device).split(1024)
+    same = [torch.equal(own[tokens], target.embed(tokens)) for tokens in parts]
+    return None if all(same) else own
