@@ -19,6 +19,7 @@ from slipstream.cli import (
     predict,
     shape,
     trace,
+    try_,
 )
 from slipstream.cli.options import is_silent
 from slipstream.cli.unsupported import RefusesUnsupported
@@ -35,6 +36,7 @@ app.command("diagnose", cls=RefusesUnsupported)(diagnose.diagnose)
 app.command("breakeven")(breakeven.breakeven)
 app.command("predict")(predict.predict)
 app.command("plan")(plan.plan)
+app.command("try")(try_.try_)
 app.command("shape")(shape.shape)
 app.command("trace")(trace.trace)
 app.command("machine")(machine.machine)

@@ -87,8 +87,8 @@ def list_(
             f"{entry.id}  {entry.item}",
             entry.started[:16].replace("T", " "),
             entry.topology[:8],
-            _change(entry.record.get("predicted")),
-            _change(entry.outcome.measured),
+            change(entry.record.get("predicted")),
+            change(entry.outcome.measured),
             _interval(entry),
             _acceptance(entry),
             entry.outcome.verdict,
@@ -120,8 +120,8 @@ def show(
         ("began", entry.started),
         ("ended", entry.ended or "without a verdict"),
         ("machine", f"{entry.machine}, topology {entry.topology}"),
-        ("predicted", _change(entry.record.get("predicted"))),
-        ("measured", f"{_change(entry.outcome.measured)} ({_interval(entry) or 'no interval'})"),
+        ("predicted", change(entry.record.get("predicted"))),
+        ("measured", f"{change(entry.outcome.measured)} ({_interval(entry) or 'no interval'})"),
         ("acceptance, without and with it", _acceptance(entry)),
         ("runs measured", ", ".join(f"{count} {arm}" for arm, count in _runs(entry).items()) or "none"),
     ]
@@ -201,13 +201,14 @@ def _runs(entry: Entry) -> dict[str, int]:
     return {arm: arms.count(arm) for arm in dict.fromkeys(arms)}
 
 
-def _change(ratio: float | None) -> str:
+def change(ratio: float | None) -> str:
+    """A ratio of times as the change it is; empty where there is none."""
     return "" if ratio is None else f"{100 * (ratio - 1):+.1f} %"
 
 
 def _interval(entry: Entry) -> str:
     low, high = entry.outcome.low, entry.outcome.high
-    return "" if low is None or high is None else f"{_change(low)} to {_change(high)}"
+    return "" if low is None or high is None else f"{change(low)} to {change(high)}"
 
 
 def _acceptance(entry: Entry) -> str:

@@ -19,12 +19,16 @@ class Corrections:
     compute: float = 1.0
     collective: float = 1.0
     draft: float = 1.0
+    by: str | None = None
+    """What carried the collectives that were seen: another backend is not moved by them."""
 
     def of(self, part: Part) -> float:
         """For one part."""
         if part.phase == "draft":
             return self.draft
         if part.phase != "verify":
+            return 1.0
+        if part.traffic is not None and self.by is not None and part.traffic.by != self.by:
             return 1.0
         return {"compute": self.compute, "collective": self.collective}.get(part.kind, 1.0)
 
@@ -141,6 +145,7 @@ def _corrections(predicted: CycleCost, seen: CycleCost) -> Corrections:
         compute=ratio(seen.kind_us("compute", "verify"), predicted.kind_us("compute", "verify")),
         collective=ratio(seen.kind_us("collective", "verify"), predicted.kind_us("collective", "verify")),
         draft=ratio(seen.phase_us("draft"), predicted.phase_us("draft")),
+        by=next((part.traffic.by for part in predicted.collectives("verify") if part.traffic), None),
     )
 
 
