@@ -22,7 +22,7 @@ from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
     from slipstream.lab.prompts import Prompt
-    from slipstream.lab.trials import Bench, EngineSettings, Tried, Trial
+    from slipstream.lab.trials import Bench, EngineSettings, Trial, Tried
 
 
 def try_(

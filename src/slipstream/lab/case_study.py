@@ -20,8 +20,10 @@ def case_study() -> str:
     return "\n".join(
         [
             "# Case study: Kimi-K2.5 on eight GPUs over PCIe\n",
-            "Made by `slipstream plan --case-study`; do not edit. Nothing here was measured on such a box by slipstream: "
-            "the story's own figures and public measurements go in, predictions come out. Ranges of engine versions are "
+            "Made by `slipstream plan --case-study`; do not edit. Nothing here was measured on such a box by "
+            "slipstream: "
+            "the story's own figures and public measurements go in, predictions come out. Ranges of engine "
+            "versions are "
             "in the plan, `slipstream plan --machine 8x-rtx-pro-6000-pcie5 --shape kimi-k2.5 --tp 8 --eager-verify "
             "--draft-ms 3.4 --acceptance 0.38 --context 4096`.\n",
             _story(),
@@ -38,10 +40,13 @@ def case_study() -> str:
 def _story() -> str:
     return (
         "## What was seen\n\n"
-        f"Plain decoding took {cases.PLAIN_MS} ms a token, in a CUDA graph. A verify step took about {cases.VERIFY_MS:.0f} "
-        f"ms, launched kernel by kernel: about {cases.NCCL_MS:.0f} ms of NCCL in {cases.ALL_REDUCES} all-reduces, about 5 "
+        f"Plain decoding took {cases.PLAIN_MS} ms a token, in a CUDA graph. A verify step took about "
+        f"{cases.VERIFY_MS:.0f} "
+        f"ms, launched kernel by kernel: about {cases.NCCL_MS:.0f} ms of NCCL in {cases.ALL_REDUCES} "
+        "all-reduces, about 5 "
         "ms of compute. EAGLE-3 trained from scratch made 60 tokens a second, n-grams 41, plain decoding 82. A "
-        "fine-tuned head accepted 38 % where about 75 % are needed. How many rows the verify step had is not on record; "
+        "fine-tuned head accepted 38 % where about 75 % are needed. How many rows the verify step had is not on "
+        "record; "
         f"with chains of {cases.DRAFTED} it is {cases.DRAFTED + 1}, and that is what is used below.\n"
     )
 
@@ -87,11 +92,14 @@ def _told_apart(case: Case) -> str:
         f"Predicted against seen: {plain:.1f} ms for a plain token against {cases.PLAIN_MS} "
         f"({100 * (plain / cases.PLAIN_MS - 1):+.0f} %), {fast:.1f} ms for the verify step of {case.fast.rows} rows "
         f"against {cases.VERIFY_MS:.0f} ({100 * (fast / cases.VERIFY_MS - 1):+.0f} %).\n\n"
-        "One curve cannot explain both: 122 all-reduces of 205 us are more than a whole plain token. The plain token runs "
+        "One curve cannot explain both: 122 all-reduces of 205 us are more than a whole plain token. The plain "
+        "token runs "
         "in a graph and leaves about 60 us for each, which is what NCCL took on another box of this kind. On that "
-        "reading most of the eager step's 205 us are not bytes on a wire: they are ranks waiting for the one whose launches come last. The "
+        "reading most of the eager step's 205 us are not bytes on a wire: they are ranks waiting for the one "
+        "whose launches come last. The "
         "launches themselves hide behind that wait: "
-        f"{_launches_ms(case):.1f} ms of them a pass, against {fast:.1f} ms in which the GPUs have something to do or to "
+        f"{_launches_ms(case):.1f} ms of them a pass, against {fast:.1f} ms in which the GPUs have something to "
+        "do or to "
         "wait for. Expert layers are the other half of the story: "
         f"{case.fast.rows} rows reach up to {case.shape.distinct_experts(case.fast.rows):.0f} of "
         f"{case.shape.experts.count if case.shape.experts else 0} experts a layer, one row 8.\n"
@@ -125,9 +133,12 @@ def _transports(case: Case) -> str:
         f"### What else would fit\n\n{cases.ALL_REDUCES} all-reduces on each transport that was measured in public:\n\n"
         f"{table(head, rows)}\n"
         "A plain token leaves at most about 7.5 ms for one row, which rules the last out and fits the others; for the "
-        "verify step the L40S's curve alone comes near 25 ms at 6 rows, and leaves a third of it at 4. A box with a bad "
-        "transport and one with late launches look alike in such a figure. What tells them apart costs five minutes: the "
-        "all-reduce alone, eager and in a graph, at 14 and 56 KiB (slipstream allreduce, or nccl-tests with and without "
+        "verify step the L40S's curve alone comes near 25 ms at 6 rows, and leaves a third of it at 4. A box "
+        "with a bad "
+        "transport and one with late launches look alike in such a figure. What tells them apart costs five "
+        "minutes: the "
+        "all-reduce alone, eager and in a graph, at 14 and 56 KiB (slipstream allreduce, or nccl-tests with and "
+        "without "
         "-G 1), and a trace of all ranks (slipstream trace), which gives the shortest rank's time and the wait apart. "
         "If the eager figure stays at 205 us when all ranks start together, it is the wire: the transport and the PCIe "
         "all-reduce then save in the verify step what is credited to the graph here.\n"
@@ -189,6 +200,7 @@ def _lesson(plan: Plan) -> str:
     head = ("with", "applied, in this order", "plain, tokens/s", "speculative, tokens/s", "acceptance needed")
     return (
         f"## Where it ends\n\n{table(head, rows)}\n"
-        "A cheap all-reduce makes plain decoding the first winner, and the rows of the verify step, each with experts of "
+        "A cheap all-reduce makes plain decoding the first winner, and the rows of the verify step, each with "
+        "experts of "
         "its own, the next cost. From there on a better drafter is what speculation needs.\n"
     )
