@@ -6,6 +6,7 @@
 | `SLIPSTREAM_DEBUG` | anything | an unexpected error shows its traceback |
 | `GOMP_SPINCOUNT` | a number | OpenMP's own: how long threads wait without sleeping; set to 1000 unless it is set |
 | `SLIPSTREAM_CACHE` | a folder | where built kernels and measured costs are kept (default `~/.cache/slipstream`) |
+| `SLIPSTREAM_LEDGER` | a file | where trials are recorded (default `~/.local/share/slipstream/ledger.sqlite`) |
 | `SLIPSTREAM_SHARE_CORES` | `1` | lets several ranks of `tp` share a core: slow, for trying things out |
 """
 
@@ -36,3 +37,11 @@ def cache_dir() -> Path:
     if root:
         return Path(root)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
+
+
+def ledger_path() -> Path:
+    """The file in which trials are recorded unless another is named."""
+    named = os.environ.get("SLIPSTREAM_LEDGER")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share") / "slipstream/ledger.sqlite"

@@ -8,7 +8,21 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli import compare, diagnose, drafter, generate, machine, profile, shape, trace
+from slipstream.cli import (
+    breakeven,
+    compare,
+    diagnose,
+    drafter,
+    generate,
+    ledger,
+    machine,
+    plan,
+    predict,
+    profile,
+    shape,
+    trace,
+    try_,
+)
 from slipstream.cli.options import is_silent
 from slipstream.cli.unsupported import RefusesUnsupported
 from slipstream.errors import RankError, SlipstreamError
@@ -21,6 +35,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("diagnose", cls=RefusesUnsupported)(diagnose.diagnose)
+app.command("breakeven")(breakeven.breakeven)
+app.command("predict")(predict.predict)
+app.command("plan")(plan.plan)
+app.command("try")(try_.try_)
 app.command("shape")(shape.shape)
 app.command("machine")(machine.machine)
 app.command("profile", cls=RefusesUnsupported)(profile.profile)
@@ -28,6 +46,7 @@ app.command("trace")(trace.trace)
 app.command("compare")(compare.compare)
 app.command("generate", cls=RefusesUnsupported)(generate.generate)
 app.add_typer(drafter.app, name="drafter")
+app.add_typer(ledger.app, name="ledger")
 
 
 def _print_version(asked: bool) -> None:

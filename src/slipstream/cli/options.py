@@ -7,6 +7,7 @@ from enum import StrEnum
 
 DRAFT_HELP = "What guesses the next tokens: ngram, eagle3 (for SmolLM2), none, or a drafter's folder."
 
+LEDGER_HELP = "The ledger's file; default: SLIPSTREAM_LEDGER, or ledger.sqlite among the user's data."
 TP_HELP = "Split the model over this many ranks (tensor parallelism); they are started here, or by torchrun."
 ALL_REDUCE_HELP = "How the ranks exchange: auto, or a backend's name, as slipstream allreduce lists them."
 
