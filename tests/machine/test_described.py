@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def test_ranks_on_a_cpu_share_its_memory_and_gpus_do_not() -> None:
 
 def test_what_is_not_known_is_said() -> None:
     machine = Machine.load("8x-l40s-pcie4")
-    with pytest.raises(MachineError, match="nccl among 3 ranks .known: nccl x2, nccl x4, nccl x8"):
+    with pytest.raises(MachineError, match=r"nccl among 3 ranks .known: nccl x2, nccl x4, nccl x8"):
         machine.all_reduce_us(1, 3, "nccl", captured=True)
     with pytest.raises(MachineError, match="setting 'tuned'"):
         machine.all_reduce_us(1, 8, "nccl", captured=True, setting="tuned")
@@ -176,9 +177,9 @@ def test_unknown_names_and_files(tmp_path: Path) -> None:
         Machine.load("dgx")
     with pytest.raises(MachineError, match="cannot be read: No such file"):
         Machine.load(tmp_path / "none.toml")
+    folder = tmp_path / "folder.toml"
+    folder.mkdir()
     with pytest.raises(MachineError, match="cannot be read: Is a directory"):
-        folder = tmp_path / "folder.toml"
-        folder.mkdir()
         Machine.load(folder)
 
 
@@ -221,6 +222,6 @@ def test_joined_points_pass_through_every_point_and_stay_between_neighbours(
     assert len(through(points)) == len(points)
     for size, us in points:
         assert curve.us(size) == pytest.approx(us, rel=1e-6, abs=1e-6)
-    for (size, us), (after, then) in zip(points, points[1:], strict=False):
+    for (size, us), (after, then) in itertools.pairwise(points):
         middle = curve.us((size + after) // 2)
         assert min(us, then) - 1e-6 * max(us, then) <= middle <= max(us, then) * (1 + 1e-6)

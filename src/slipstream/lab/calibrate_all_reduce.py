@@ -37,7 +37,8 @@ def measure_all_reduces(machine: Machine, progress: Progress) -> list[AllReduceC
         progress(f"{backend} among {ranks}", number, len(runs))
         with launch(_rank_work, ranks, (backend, machine.has_gpus)) as group:
             found += group.results()[0]
-    progress("all-reduces measured", len(runs), len(runs))
+    if runs:
+        progress("all-reduces measured", len(runs), len(runs))
     return found
 
 

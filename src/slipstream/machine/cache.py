@@ -58,7 +58,12 @@ def with_calibration(machine: Machine) -> Machine:
         return _noted(machine, f"{path} cannot be read ({error}): {_MEASURE} writes it anew")
     if not isinstance(kept, dict) or kept.get("format") != _FORMAT:
         return _noted(machine, f"{path} is of another version of slipstream: {_MEASURE} writes it anew")
-    found = from_plain({key: kept.get(key) for key in ("name", "sources", "ceilings", "versions")}, str(path))
+    try:
+        found = from_plain(
+            {key: kept.get(key) for key in ("name", "sources", "ceilings", "versions")}, str(path)
+        )
+    except MachineError as error:
+        return _noted(machine, f"{error}: {_MEASURE} writes it anew")
     now, then = asdict(machine.versions), asdict(found.versions)
     if changed := [f"{what} {then[what]}" for what in now if now[what] != then[what]]:
         return _noted(machine, f"the last measurements were with {', '.join(changed)}: {_MEASURE} again")
