@@ -17,3 +17,7 @@ class RequestError(SlipstreamError, ValueError):
 
 class DataError(SlipstreamError):
     """Training data that is broken or cannot be read or written; the message names the file, and the line in it."""
+
+
+class RankError(SlipstreamError):
+    """A rank that died, disagrees, or does not answer; the message says which rank, and in which operation."""

@@ -6,6 +6,7 @@
 | `SLIPSTREAM_DEBUG` | anything | an unexpected error shows its traceback |
 | `GOMP_SPINCOUNT` | a number | OpenMP's own: how long threads wait without sleeping; set to 1000 unless it is set |
 | `SLIPSTREAM_CACHE` | a folder | where built kernels and measured costs are kept (default `~/.cache/slipstream`) |
+| `SLIPSTREAM_SHARE_CORES` | `1` | lets several ranks of `tp` share a core: slow, for trying things out |
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ def use_native_kernels() -> bool:
     if value not in ("native", "reference"):
         raise SlipstreamError(f"SLIPSTREAM_KERNELS={value}: known values are native, reference")
     return value == "native"
+
+
+def may_share_cores() -> bool:
+    """Whether there may be more ranks than cores."""
+    return os.environ.get("SLIPSTREAM_SHARE_CORES") == "1"
 
 
 def cache_dir() -> Path:

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from slipstream.cli import compare, diagnose, drafter, generate, profile, shape, trace
+from slipstream.cli.options import is_silent
 from slipstream.cli.unsupported import RefusesUnsupported
-from slipstream.errors import SlipstreamError
+from slipstream.errors import RankError, SlipstreamError
 
 app = typer.Typer(
     help="Makes speculative decoding pay: measure it, run it, see where its time goes.",
@@ -51,7 +52,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         app(args=argv)
     except SlipstreamError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        if not is_silent() or isinstance(error, RankError):
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
