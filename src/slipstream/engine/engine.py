@@ -74,6 +74,8 @@ class Engine:
             if threads > _THREADS_PER_CPU * (os.cpu_count() or 1):
                 raise SlipstreamError(f"threads is {threads}; this machine has {os.cpu_count()} CPUs")
             torch.set_num_threads(threads)
+        if tp < 1:
+            raise SlipstreamError(f"tp is {tp}; it must be at least 1")
         if (max_length is not None and max_length < 2) or max_batch < 1:
             raise SlipstreamError("max_length must be at least 2 and max_batch at least 1")
         self.drafter = _drafter(draft)  # before the model: what is wrong with it is known sooner

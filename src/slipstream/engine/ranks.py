@@ -23,7 +23,7 @@ from slipstream.collectives.meeting import ENVIRONMENT, Meeting, under_torchrun
 from slipstream.engine.followers import Followers, RemoteFollowers, follow
 from slipstream.engine.rank import Rank, Settings
 from slipstream.engine.scheduler import PREFILL_CHUNK
-from slipstream.errors import RankError, SlipstreamError
+from slipstream.errors import ModelError, RankError, SlipstreamError
 from slipstream.kernels.native import native
 
 _CLOSING_S = 5.0
@@ -190,7 +190,7 @@ def _enter(meeting: Meeting, settings: Settings) -> tuple[Collectives, Collectiv
     control.barrier()  # waits as long as the slowest loads, and no longer than all live
     for number, line in enumerate(meeting.exchange("loading", error)):
         if line:
-            raise SlipstreamError(line if line == error else f"rank {number}: {line}")
+            raise ModelError(line if line == error else f"rank {number}: {line}")
     assert rank is not None
     meeting.agree("the model's shape", repr(rank.model.shape))
     return collectives, control, rank
