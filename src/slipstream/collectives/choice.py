@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from slipstream.collectives.gloo import Gloo, OrderedGloo
-from slipstream.collectives.interface import Collectives, Solo
+from slipstream.collectives.interface import Backend, Collectives, Solo
 from slipstream.collectives.meeting import Meeting
+from slipstream.collectives.shm import Shm
 from slipstream.errors import SlipstreamError
 
-BACKENDS: dict[str, Callable[[Meeting], Collectives]] = {
-    backend.name: backend for backend in (Gloo, OrderedGloo)
-}
+BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Gloo, OrderedGloo, Shm)}
 
 
 def connect(meeting: Meeting, backend: str = "auto") -> Collectives:
@@ -26,4 +23,6 @@ def connect(meeting: Meeting, backend: str = "auto") -> Collectives:
         backend = OrderedGloo.name
     if backend not in BACKENDS:
         raise SlipstreamError(f"there is no backend {backend!r}; there are auto, {', '.join(BACKENDS)}")
+    if reason := BACKENDS[backend].unavailable(meeting):
+        raise SlipstreamError(f"the backend {backend} cannot run here: {reason}")
     return BACKENDS[backend](meeting)

@@ -8,13 +8,11 @@ from datetime import timedelta
 from typing import Any
 
 from torch import Tensor, distributed
+from torch._C._distributed_c10d import PrefixStore
 
-from slipstream.collectives.interface import Collectives
-from slipstream.collectives.meeting import Meeting
+from slipstream.collectives.interface import Backend
+from slipstream.collectives.meeting import ANSWER_S, Meeting
 from slipstream.errors import RankError
-
-ANSWER_S = 8.0
-"""That a rank waits inside a reduction for another one that lives: with the rest of its way out, below ten seconds."""
 
 _MOMENTS_S = 0.5
 
@@ -22,10 +20,10 @@ _IDLE = timedelta(days=7)
 """For broadcasts and barriers, in which ranks wait for work; the end of another process still ends the wait."""
 
 
-class TorchCollectives(Collectives):
+class TorchCollectives(Backend):
     """Collectives of one torch process group, and what a failure inside it means."""
 
-    def __init__(self, meeting: Meeting, group: Any) -> None:
+    def _use(self, meeting: Meeting, group: Any) -> None:
         self.rank, self.size = meeting.rank, meeting.size
         self._meeting, self._group = meeting, group
 
@@ -99,6 +97,10 @@ class Gloo(TorchCollectives):
 
     name = "gloo"
 
+    @classmethod
+    def unavailable(cls, meeting: Meeting) -> str | None:
+        return None if distributed.is_gloo_available() else "this build of torch has no Gloo"
+
     def __init__(self, meeting: Meeting) -> None:
         gloo: Any = distributed.ProcessGroupGloo
         options = gloo._Options()
@@ -106,8 +108,8 @@ class Gloo(TorchCollectives):
         loopback = meeting.is_one_machine
         device = gloo.create_device(hostname="127.0.0.1") if loopback else gloo.create_default_device()
         options._devices = [device]
-        store = meeting.group_store(self.name)
-        super().__init__(meeting, gloo(store, meeting.rank, meeting.size, options))
+        store = PrefixStore(meeting.fresh_key(self.name), meeting.store)
+        self._use(meeting, gloo(store, meeting.rank, meeting.size, options))
         self.row_invariant = meeting.size <= 2
 
 

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from slipstream.collectives.meeting import Meeting
 from slipstream.kernels.norm import add_rms_norm_
 
 
@@ -51,6 +52,19 @@ class Collectives(ABC):
 
     def close(self) -> None:
         """Gives back what is shared with the other ranks."""
+
+
+class Backend(Collectives):
+    """One way of carrying them out, among several ranks."""
+
+    @classmethod
+    @abstractmethod
+    def unavailable(cls, meeting: Meeting) -> str | None:
+        """Why it cannot run among these ranks, as half a sentence; None where it can."""
+
+    @abstractmethod
+    def __init__(self, meeting: Meeting) -> None:
+        """Sets it up between the ranks, which must all do so in the same order. After `unavailable` said None."""
 
 
 class Solo(Collectives):

@@ -36,6 +36,9 @@ ENVIRONMENT = "env://"
 PATIENCE_S = 120.0
 """That a rank waits for the others to come: they may be importing, loading or building kernels."""
 
+ANSWER_S = 8.0
+"""That a rank waits inside a reduction for another one that lives: with the rest of its way out, below ten seconds."""
+
 _GLANCE_S = 0.2
 
 
@@ -97,7 +100,7 @@ class Meeting:
     attendance: Attendance | None = None
     """None where the ranks are not all on one machine."""
     _check: Callable[[], None] = field(default=lambda: None, repr=False)
-    _groups: int = field(default=0, repr=False)
+    _keys: int = field(default=0, repr=False)
 
     @classmethod
     def join(cls, rank: int, size: int, at: str | Path, check: Callable[[], None] = lambda: None) -> Meeting:
@@ -150,10 +153,10 @@ class Meeting:
                     f"the ranks disagree about {what}: rank 0 has {values[0]}, rank {rank} has {other}"
                 )
 
-    def group_store(self, name: str) -> Store:
-        """A part of the store for one backend; the ranks must ask for their groups in the same order."""
-        self._groups += 1
-        return PrefixStore(f"{name}-{self._groups}", self.store)
+    def fresh_key(self, name: str) -> str:
+        """A key that was not used yet; the ranks must ask for theirs in the same order."""
+        self._keys += 1
+        return f"{name}-{self._keys}"
 
     def _get(self, key: str, rank: int) -> bytes:
         ends = time.monotonic() + PATIENCE_S
