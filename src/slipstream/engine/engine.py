@@ -17,12 +17,11 @@ from slipstream.draft.drafter import Drafter
 from slipstream.draft.eagle3.drafter import SMOLLM2_HEAD, Eagle3Drafter
 from slipstream.draft.ngram import NGramDrafter
 from slipstream.engine.controller import SIZES, Controller, CostModel
-from slipstream.engine.cycle import cycle, prefill
 from slipstream.engine.output import Output
 from slipstream.engine.rank import MAX_ROWS, Settings
 from slipstream.engine.ranks import Group
 from slipstream.engine.request import Chunk, Completion, SamplingParams
-from slipstream.engine.scheduler import PREFILL_CHUNK, Running, Scheduler
+from slipstream.engine.scheduler import Running, Scheduler
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.target.load import LoadedModel
 
@@ -85,7 +84,7 @@ class Engine:
         rank = self._rank = self._group.rank
         self.model: LoadedModel = rank.model
         self.max_length, self._state = rank.max_length, rank.state
-        self._scheduler = Scheduler(rank.model.target, rank.state, None, self._group.followers)
+        self._scheduler = Scheduler(self._group.runner, None)
         self.use(self.drafter)
 
     def use(self, drafter: Drafter | None) -> None:
@@ -93,7 +92,7 @@ class Engine:
         if self._scheduler.waiting or self._scheduler.running:
             raise SlipstreamError("the drafter cannot be changed while a request is running")
         with self._group.watching():
-            self._group.followers.use(self._rank, drafter)
+            self._group.use(drafter)
         self.drafter = drafter
         self._controller: Controller | None = None  # what it measured was another drafter's
         self._scheduler.controller = None
@@ -230,7 +229,7 @@ class Engine:
                     yield request, chunk
             if not self._scheduler.running and not self._scheduler.waiting:
                 with self._group.watching():
-                    self._group.followers.rest()
+                    self._group.rest()
         finally:  # an interrupted or abandoned stream must not leave its request in a slot
             for request in requests:
                 self._scheduler.cancel(request)
@@ -295,20 +294,14 @@ class Engine:
     @torch.inference_mode()
     def _time_cycle(self, drafter: Drafter, size: int, context: int, *, is_first: bool) -> float:
         """Microseconds of one cycle on the padding slot, over a made-up text of `context` tokens."""
-        state, slot, followers = self._state, self._state.padding_slot, self._group.followers
+        runner, slot = self._scheduler.runner, self._state.padding_slot
         context = min(context, self.max_length)
         if is_first:
             made_up = [(7919 * index) % self.model.shape.vocab_size for index in range(context)]
-            followers.begin(slot, made_up, SamplingParams(), drafter)
-            state.put(slot, made_up, 0.0, 0, 1.0, 0)
-            prefill(self.model.target, drafter, state, slot, PREFILL_CHUNK)
-        followers.rewind(slot, context)
-        state.text.length[slot] = context
-        slots = torch.tensor([slot], device=state.table.device)
+            runner.begin(drafter, slot, made_up, SamplingParams())
+        runner.rewind(slot, context)
         start = perf_counter()
-        drafter.outlook(state.text, slots).tolist()
-        followers.cycle([slot], 1, drafter, size, context + size, True)
-        cycle(self.model.target, drafter, state, slots, size, context + size, True).accepted.tolist()
+        runner.start(drafter, [slot], size, context + size, True).read()
         return (perf_counter() - start) * 1e6
 
 

@@ -10,6 +10,7 @@ from slipstream.collectives.interface import Collectives
 from slipstream.draft.arbitrary import ArbitraryDrafter
 from slipstream.draft.drafter import Drafter
 from slipstream.engine.controller import SIZES
+from slipstream.engine.runner import Eager, Runner
 from slipstream.engine.state import State
 from slipstream.target.load import LoadedModel, load
 
@@ -57,6 +58,7 @@ class Rank:
             self.model.dtype,
             torch.device(device),
         )
+        self.runner: Runner = Eager(target, self.state)
         self.arbitrary = ArbitraryDrafter(self.model.shape.vocab_size, MAX_ROWS - 1)
         self.drafter: Drafter | None = None
 
