@@ -208,7 +208,7 @@ class Engine:
             "cpus": os.cpu_count(),
             "tp": self._group.collectives.size,
             "all_reduce": self._group.collectives.name,
-            "notes": list(self.model.notes),
+            "notes": [*self.model.notes, *self._group.notes],
         }
 
     def _run(self, requests: list[Running]) -> Iterator[tuple[Running, Chunk]]:

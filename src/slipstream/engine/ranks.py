@@ -55,6 +55,19 @@ class Group:
     def rest(self) -> None:
         """There is nothing to do for now. RankError: the ranks do not hold the same texts."""
 
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know about how the ranks exchange."""
+        own = self.collectives
+        if own.is_lossy:
+            return [f"the all-reduce {own.name} rounds what it sends: texts differ from those of one rank"]
+        if not own.row_invariant:
+            return [
+                f"the all-reduce {own.name} adds in an order that depends on the message: a speculative text may differ"
+                " from the plain one where two tokens are about as likely"
+            ]
+        return []
+
     def watching(self) -> AbstractContextManager[None]:
         """Around what needs the other ranks: when one fails all end, and the error says which it was and where."""
         return nullcontext()
@@ -190,12 +203,12 @@ def _place(settings: Settings) -> tuple[int, int]:
 def _enter(meeting: Meeting, settings: Settings) -> tuple[Collectives, Collectives, Rank]:
     """What every rank does first: the collectives, those for messages, and its part of the model."""
     meeting.agree("the settings", asdict(settings))
-    collectives = connect(meeting, settings.all_reduce)
-    control = collectives if settings.device == "cpu" else connect(meeting, "gloo")
     device = settings.device
     if device != "cpu":
         device = f"cuda:{os.environ.get('LOCAL_RANK', meeting.rank)}"
         torch.cuda.set_device(device)
+    collectives = connect(meeting, settings.all_reduce, device.split(":")[0])
+    control = collectives if device == "cpu" else connect(meeting, "gloo")
     rank, error = None, ""
     try:
         rank = Rank(settings, collectives, device)
