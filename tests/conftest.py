@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import os
 
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # workers share the CPUs; before torch is loaded, and for what they start
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli import diagnose, drafter, generate, shape
+from slipstream.cli import compare, diagnose, drafter, generate, machine, profile, shape, trace
 from slipstream.cli.options import is_silent
 from slipstream.cli.unsupported import RefusesUnsupported
 from slipstream.errors import RankError, SlipstreamError
@@ -22,6 +22,10 @@ app = typer.Typer(
 )
 app.command("diagnose", cls=RefusesUnsupported)(diagnose.diagnose)
 app.command("shape")(shape.shape)
+app.command("machine")(machine.machine)
+app.command("profile", cls=RefusesUnsupported)(profile.profile)
+app.command("trace")(trace.trace)
+app.command("compare")(compare.compare)
 app.command("generate", cls=RefusesUnsupported)(generate.generate)
 app.add_typer(drafter.app, name="drafter")
 

@@ -52,6 +52,7 @@ class Engine:
         device: str = "cpu",
         tp: int = 1,
         all_reduce: str = "auto",
+        graph: bool = True,
     ) -> None:
         """Loads a model.
 
@@ -64,8 +65,8 @@ class Engine:
         that run at once. threads: CPU threads of this whole process (default: what torch has). tp: over how many
         ranks the model is split; this process is the first of them and starts the others (under torchrun it is the
         one that torchrun says), each with `threads` threads (default: an equal share of the cores). all_reduce: how
-        they exchange (`slipstream.collectives.choice.BACKENDS`; auto: the fastest that keeps every bit). Raises
-        SlipstreamError with what to do about it.
+        they exchange (`slipstream.collectives.choice.BACKENDS`; auto: the fastest that keeps every bit). graph:
+        on a GPU, cycles are captured as CUDA graphs. Raises SlipstreamError with what to do about it.
         """
         if threads is not None:
             if threads < 1:
@@ -78,7 +79,7 @@ class Engine:
         if (max_length is not None and max_length < 2) or max_batch < 1:
             raise SlipstreamError("max_length must be at least 2 and max_batch at least 1")
         self.drafter = _drafter(draft)  # before the model: what is wrong with it is known sooner
-        settings = Settings(model, dtype, weights, max_length, max_batch, device, tp, all_reduce)
+        settings = Settings(model, dtype, weights, max_length, max_batch, device, tp, all_reduce, graph)
         self._group = Group.of(settings, threads)
         self._closing = weakref.finalize(self, self._group.close)  # at the end of this process at the latest
         rank = self._rank = self._group.rank
@@ -173,6 +174,7 @@ class Engine:
             return tokenizer.encode(prompt)
         return tokenizer.encode_chat([{"role": "user", "content": prompt}])
 
+    @torch.inference_mode()
     def step_costs(
         self, rows: Sequence[int] = (1, 2, 4, 8, 16, 32), *, context: int = 256, rounds: int = 7
     ) -> dict[int, float]:
@@ -184,13 +186,16 @@ class Engine:
         measured: dict[int, list[float]] = {count: [] for count in rows}
         if any(not 1 <= count <= MAX_ROWS for count in rows):
             raise SlipstreamError(f"rows must be between 1 and {MAX_ROWS}")
+        vocabulary = self.model.shape.vocab_size
         drafter = self._rank.arbitrary
-        for round_ in range(rounds + 1):
-            for count in rows:
-                with self._group.watching():
-                    elapsed_us = self._time_cycle(drafter, count - 1, context, is_first=round_ == 0)
-                if round_:
-                    measured[count].append(elapsed_us)
+        with self._group.watching():
+            self._begin(drafter, [(7919 * index) % vocabulary for index in range(context)])
+            for round_ in range(rounds + 1):
+                for count in rows:
+                    self._rewind(context)
+                    elapsed_us = self._time_cycle(drafter, count - 1)
+                    if round_:
+                        measured[count].append(elapsed_us)
         return {count: median(times) for count, times in measured.items()}
 
     def describe(self) -> dict[str, object]:
@@ -212,8 +217,9 @@ class Engine:
         }
 
     def _run(self, requests: list[Running]) -> Iterator[tuple[Running, Chunk]]:
-        if any(request.drafter is not None and request.size is None for request in requests):
-            self._calibrate()
+        chosen_for = [r for r in requests if r.drafter is not None and r.size is None]
+        if chosen_for:
+            self._calibrate(chosen_for[0].prompt)
         self._scheduler.waiting.extend(requests)
         try:
             unfinished = list(requests)
@@ -271,37 +277,57 @@ class Engine:
         assert reason is not None
         return Completion(text, request.output.token_ids, reason, request.stats)
 
-    def _calibrate(self) -> None:
-        """Measures what cycles cost, before the first request that lets the controller choose."""
+    def _calibrate(self, prompt: Sequence[int]) -> None:
+        """Measures what cycles cost, before the first request that lets the controller choose, on its text."""
         if self._controller is not None or self.drafter is None:
             return
         drafter = self.drafter
         sizes = [size for size in SIZES if size <= drafter.max_drafted]
-        measured: dict[int, list[float]] = {size: [] for size in sizes}
-        for round_ in range(6):
-            for size in sizes:
-                with self._group.watching():
-                    elapsed_us = self._time_cycle(drafter, size, 192, is_first=round_ == 0)
-                if round_:
-                    measured[size].append(elapsed_us)
-        # A neighbour on the machine only ever adds time, and a larger tree never costs less than a smaller one; a shape
-        # that was measured in a bad moment would never be tried again.
-        least = [min(measured[size]) for size in sizes]
-        costs = CostModel({size + 1: min(least[at:]) for at, size in enumerate(sizes)})
+        with self._group.watching():
+            cycles_us = self._measured(drafter, sizes, prompt)
+            verify_us, draft_us = cycles_us, {}
+            if not drafter.is_free and self._state.padding_slot > 1:  # a batch does not draft as it verifies
+                verify_us = self._measured(self._rank.arbitrary, sizes, prompt)
+                draft_us = {size: max(cycles_us[size] - verify_us[size], 0.0) for size in sizes if size}
+        costs = CostModel({size + 1: us for size, us in verify_us.items()}, draft_us)
         self._controller = Controller(costs, drafter.max_drafted, drafter.is_free, drafter.is_tree)
         self._scheduler.controller = self._controller
 
     @torch.inference_mode()
-    def _time_cycle(self, drafter: Drafter, size: int, context: int, *, is_first: bool) -> float:
-        """Microseconds of one cycle on the padding slot, over a made-up text of `context` tokens."""
-        runner, slot = self._scheduler.runner, self._state.padding_slot
-        context = min(context, self.max_length)
-        if is_first:
-            made_up = [(7919 * index) % self.model.shape.vocab_size for index in range(context)]
-            runner.begin(drafter, slot, made_up, SamplingParams())
-        runner.rewind(slot, context)
+    def _measured(self, drafter: Drafter, sizes: Sequence[int], prompt: Sequence[int]) -> dict[int, float]:
+        """Microseconds of one request's cycle by size, over a text that the model writes itself: what a draft costs
+        depends on how well it goes."""
+        state, slot = self._state, self._state.padding_slot
+        prompt = prompt[: min(256, (self.max_length + 1) // 2)]
+        self._begin(drafter, prompt)
+        rows: list[list[float]] = []
+        for _ in range(6):
+            rows.append([])
+            for size in sizes:
+                if int(state.text.length[slot]) > self.max_length:
+                    self._rewind(len(prompt))
+                rows[-1].append(self._time_cycle(drafter, size))
+        # A machine changes its speed from one second to the next, so sizes are compared within a round. The first one
+        # warms up.
+        logs = torch.tensor(rows[1:]).log()
+        level = logs.mean(1, keepdim=True)
+        us = ((logs - level).median(0).values + level.median()).exp()
+        return dict(zip(sizes, us.tolist(), strict=True))
+
+    def _begin(self, drafter: Drafter, prompt: Sequence[int]) -> None:
+        """Puts a text on the padding slot, for measuring."""
+        self._scheduler.runner.begin(drafter, self._state.padding_slot, prompt, SamplingParams())
+
+    def _rewind(self, length: int) -> None:
+        """Cuts the text on the padding slot."""
+        self._scheduler.runner.rewind(self._state.padding_slot, length)
+
+    def _time_cycle(self, drafter: Drafter, size: int) -> float:
+        """Microseconds of one cycle on the padding slot."""
+        slot = self._state.padding_slot
+        extent = int(self._state.text.length[slot]) + size
         start = perf_counter()
-        runner.start(drafter, [slot], size, context + size, True).read()
+        self._scheduler.runner.start(drafter, [slot], size, extent, True).read()
         return (perf_counter() - start) * 1e6
 
 

@@ -40,7 +40,7 @@ class _Refused(SlipstreamError):
     """No rank can use the drafter."""
 
 
-_WORDS = 8
+_WORDS = 7
 """Of a message, besides one for each slot of a batch."""
 
 

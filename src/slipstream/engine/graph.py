@@ -95,7 +95,6 @@ class Graphed(Runner):
         return graph.replay(len(slots), self._host)
 
     def forget(self) -> None:
-        """Drops every graph: another drafter is used from now on, or the state's tensors are others."""
         torch.cuda.synchronize()
         self._graphs.clear()
         self._seen.clear()
@@ -184,7 +183,7 @@ class _Graph:
         self._there = torch.zeros(_PLACES, key.batch, width, dtype=torch.int64).pin_memory()
         self._graph, self._steps = torch.cuda.CUDAGraph(), 0
         torch.cuda.synchronize()
-        with torch.cuda.graph(self._graph, pool=pool):
+        with torch.cuda.graph(self._graph, pool=pool):  # type: ignore[arg-type]  # torch's own handle
             brought, self._levels = _cycle(target, drafter, state, slots, key.size, key.extent, key.is_greedy)
             places.index_copy_(0, step % _PLACES, brought.reshape(1, -1))
             step += 1

@@ -10,7 +10,7 @@ from slipstream.collectives.interface import Collectives
 from slipstream.draft.arbitrary import ArbitraryDrafter
 from slipstream.draft.drafter import Drafter
 from slipstream.engine.controller import SIZES
-from slipstream.engine.runner import Eager, Runner
+from slipstream.engine.graph import runner_for
 from slipstream.engine.state import State
 from slipstream.target.load import LoadedModel, load
 
@@ -32,6 +32,8 @@ class Settings:
     """cpu or cuda; of several GPUs each rank takes the one of its number on its machine."""
     tp: int
     all_reduce: str
+    graph: bool = True
+    """Cycles are captured where the device can."""
 
 
 class Rank:
@@ -58,7 +60,7 @@ class Rank:
             self.model.dtype,
             torch.device(device),
         )
-        self.runner: Runner = Eager(target, self.state)
+        self.runner = runner_for(target, self.state, settings.graph)
         self.arbitrary = ArbitraryDrafter(self.model.shape.vocab_size, MAX_ROWS - 1)
         self.drafter: Drafter | None = None
 
@@ -66,4 +68,5 @@ class Rank:
         """Drafts with this one from now on."""
         if drafter is not None:
             drafter.attach(self.model.target, self.state.padding_slot + 1, self.state.table.shape[1])
+        self.runner.forget()
         self.drafter = drafter

@@ -60,6 +60,9 @@ class Runner(ABC):
     ) -> Pending:
         """Starts one cycle, see `cycle`."""
 
+    def forget(self) -> None:
+        """Another drafter is used from now on: what was kept for the old one is let go."""
+
 
 class Eager(Runner):
     """Runs every cycle operation by operation."""

@@ -47,8 +47,6 @@ class _Started:
 
     group: list[Running]
     size: int
-    outlooks: list[int]
-    """What was known of each request when the size was chosen."""
     pending: Pending
     start_s: float
 
@@ -111,28 +109,29 @@ class Scheduler:
         longest = max(len(each.prompt) + each.stats.new_tokens + each.flying_most for each in group)
         is_greedy = all(each.params.is_greedy for each in group)
         slots = [each.slot for each in group]
-        pending = self.runner.start(group[0].drafter, slots, size, longest + size, is_greedy)
+        drafter = group[0].drafter
+        pending = self.runner.start(drafter, slots, size, longest + size, is_greedy)
         for each in group:
             each.flying += 1
             each.flying_most += size + 1
-        self._started.append(_Started(group, size, outlooks, pending, start))
+        self._started.append(_Started(group, size, pending, start))
 
     def _finish(self, started: _Started) -> None:
         group, size = started.group, started.size
-        before = [each.last for each in group]
         outcomes = started.pending.read()
         now = perf_counter()
         elapsed_s, self._finish_s = now - max(started.start_s, self._finish_s), now
         if self.controller is not None and group[0].drafter is not None:
-            self.controller.costs.observe(bucket_of(len(group)), size, elapsed_s * 1e6)
-        for index, (request, outcome) in enumerate(zip(group, outcomes, strict=True)):
+            slots = [each.slot for each in group]
+            self.controller.observe_cycle(slots, bucket_of(len(group)), size, elapsed_s * 1e6)
+        for request, outcome in zip(group, outcomes, strict=True):
             request.flying -= 1
             request.flying_most -= size + 1
             if request.slot < 0:  # it ended, or was cancelled, while this cycle ran
                 continue
-            request.last = outcome
-            self._learn(request, started.outlooks[index], size, outcome, before[index])
-            has_draft = size > 0 and started.outlooks[index] > 0
+            before, request.last = request.last, outcome
+            self._learn(request, size, outcome, before)
+            has_draft = size > 0 and before.outlook > 0
             request.chunks.append(self._push(request, outcome, size if has_draft else 0))
             request.stats.decode_s += elapsed_s
 
@@ -142,13 +141,14 @@ class Scheduler:
         if request.size is not None:
             return request.size if any(outlooks) else 0
         assert self.controller is not None
-        return self.controller.choose(outlooks)
+        return self.controller.choose(outlooks, bucket_of(len(outlooks)))
 
-    def _learn(self, request: Running, outlook: int, size: int, outcome: Outcome, before: Outcome) -> None:
+    def _learn(self, request: Running, size: int, outcome: Outcome, before: Outcome) -> None:
+        """From a cycle with a tree of `size`, and what the drafter had said before it."""
         if self.controller is None or request.drafter is None:
             return
         if size:
-            self.controller.observe_verified(request.slot, outlook, size, outcome.nodes)
+            self.controller.observe_verified(request.slot, before.outlook, size, outcome.nodes)
             return
         if before.ahead and self.controller.wants_shadow(request.slot, before.outlook):
             self.controller.shadow(request.slot, before.outlook, before.ahead)
