@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.draft.eagle3.drafter import Eagle3Drafter
 from slipstream.draft.ngram import NGramDrafter
-from slipstream.engine.followers import RemoteFollowers, follow
+from slipstream.engine.followers import Leader, follow
 from slipstream.engine.output import Output
 from slipstream.engine.rank import Rank, Settings
 from slipstream.engine.request import SamplingParams
@@ -56,14 +56,14 @@ def together(folder, tp, runs, spoil=None, **options):
         if collectives.rank:
             if spoil:
                 spoil(rank)
-            return follow(rank, collectives, 256)
-        followers, outputs = RemoteFollowers(collectives, rank), []
-        scheduler = Scheduler(rank.runner, None, followers)
+            return follow(rank, collectives)
+        leader, outputs = Leader(collectives, rank), []
+        scheduler = Scheduler(leader, None)
         for drafter, size in runs:
-            followers.use(rank, drafter)
+            leader.use(drafter)
             outputs.append(complete(scheduler, drafter, size))
-            followers.rest()
-        followers.close()
+            leader.rest()
+        leader.close()
         return outputs
 
     return on_ranks(tp, work)[0]
@@ -146,15 +146,15 @@ def test_a_drafter_that_no_rank_can_use_leaves_the_old_one(tmp_path):
     def work(collectives):
         rank = Rank(settings(tmp_path, 2), collectives, "cpu")
         if collectives.rank:
-            return follow(rank, collectives, 256)
-        followers, drafter = RemoteFollowers(collectives, rank), NGramDrafter()
-        followers.use(rank, drafter)
+            return follow(rank, collectives)
+        leader, drafter = Leader(collectives, rank), NGramDrafter()
+        leader.use(drafter)
         with pytest.raises(SlipstreamError, match=r"hidden|states|size"):
-            followers.use(rank, wrong)
+            leader.use(wrong)
         with pytest.raises(SlipstreamError, match="handed to the other ranks"):
-            followers.use(rank, TreeDrafter(lambda text, size: ([], [])))
-        output = complete(Scheduler(rank.runner, None, followers), drafter, 4)
-        followers.close()
+            leader.use(TreeDrafter(lambda text, size: ([], [])))
+        output = complete(Scheduler(leader, None), drafter, 4)
+        leader.close()
         return output
 
     assert on_ranks(2, work)[0] == alone(tmp_path)

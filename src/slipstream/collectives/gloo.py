@@ -96,6 +96,9 @@ class Gloo(TorchCollectives):
     """
 
     name = "gloo"
+    gives_up = (
+        "with more than two ranks the order of its sums depends on where in the message an element lies"
+    )
 
     @classmethod
     def unavailable(cls, meeting: Meeting) -> str | None:
@@ -117,6 +120,7 @@ class OrderedGloo(Gloo):
     """Gloo's all-gather, then the sum on every rank: in float32, in rank order, rounded once."""
 
     name = "gloo-ordered"
+    gives_up = ""
 
     def __init__(self, meeting: Meeting) -> None:
         super().__init__(meeting)

@@ -59,6 +59,7 @@ class Ranks:
     def results(self, timeout_s: float | None = None) -> list[Any]:
         """What each rank's work returned, in rank order, once all are done; RankError if one failed or died."""
         ends = None if timeout_s is None else time.monotonic() + timeout_s
+        self.check()
         while len(self._answers) < len(self._processes):
             self._collect(ends)
             self.check()
@@ -77,7 +78,8 @@ class Ranks:
             raise RankError(min(failures, key=lambda each: each.is_consequence).line)
 
     def _failures(self) -> list[_Failure]:
-        return [answer for _, answer in sorted(self._answers.items()) if isinstance(answer, _Failure)]
+        """In the order in which they came: the first one is the nearest to the cause."""
+        return [answer for answer in self._answers.values() if isinstance(answer, _Failure)]
 
     def _collect(self, ends: float | None) -> None:
         """Takes in what has come, waiting for the next answer until `ends` (monotonic seconds)."""

@@ -57,6 +57,12 @@ class Collectives(ABC):
 class Backend(Collectives):
     """One way of carrying them out, among several ranks."""
 
+    device = "cpu"
+    """Where the tensors are: cpu or cuda."""
+
+    gives_up = ""
+    """What a group that uses it goes without, where it is not row-invariant or lossy; half a sentence."""
+
     @classmethod
     @abstractmethod
     def unavailable(cls, meeting: Meeting) -> str | None:

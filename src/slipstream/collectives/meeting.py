@@ -140,13 +140,14 @@ class Meeting:
         return None
 
     def exchange(self, key: str, value: Any) -> list[Any]:
-        """Every rank's value (plain JSON), in rank order; all ranks call it with the same new key."""
+        """Every rank's value (plain JSON), in rank order; all ranks make the same exchanges in the same order."""
+        key = self.fresh_key(key)
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
         return [json.loads(self._get(f"{key}/{rank}", rank)) for rank in range(self.size)]
 
     def agree(self, what: str, value: Any) -> None:
-        """Raises on every rank where they do not bring the same value (plain JSON); each `what` is asked once."""
-        values = self.exchange(f"agree/{what}", value)
+        """Raises on every rank where they do not all bring the same value (plain JSON)."""
+        values = self.exchange(what, value)
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise RankError(
@@ -156,7 +157,7 @@ class Meeting:
     def fresh_key(self, name: str) -> str:
         """A key that was not used yet; the ranks must ask for theirs in the same order."""
         self._keys += 1
-        return f"{name}-{self._keys}"
+        return f"{self._keys} {name}"
 
     def _get(self, key: str, rank: int) -> bytes:
         ends = time.monotonic() + PATIENCE_S

@@ -17,12 +17,11 @@ from slipstream.draft.drafter import Drafter
 from slipstream.draft.eagle3.drafter import SMOLLM2_HEAD, Eagle3Drafter
 from slipstream.draft.ngram import NGramDrafter
 from slipstream.engine.controller import SIZES, Controller, CostModel
-from slipstream.engine.cycle import prefill
 from slipstream.engine.output import Output
 from slipstream.engine.rank import MAX_ROWS, Settings
 from slipstream.engine.ranks import Group
 from slipstream.engine.request import Chunk, Completion, SamplingParams
-from slipstream.engine.scheduler import PREFILL_CHUNK, Running, Scheduler
+from slipstream.engine.scheduler import Running, Scheduler
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.target.load import LoadedModel
 
@@ -75,6 +74,8 @@ class Engine:
             if threads > _THREADS_PER_CPU * (os.cpu_count() or 1):
                 raise SlipstreamError(f"threads is {threads}; this machine has {os.cpu_count()} CPUs")
             torch.set_num_threads(threads)
+        if tp < 1:
+            raise SlipstreamError(f"tp is {tp}; it must be at least 1")
         if (max_length is not None and max_length < 2) or max_batch < 1:
             raise SlipstreamError("max_length must be at least 2 and max_batch at least 1")
         self.drafter = _drafter(draft)  # before the model: what is wrong with it is known sooner
@@ -84,7 +85,7 @@ class Engine:
         rank = self._rank = self._group.rank
         self.model: LoadedModel = rank.model
         self.max_length, self._state = rank.max_length, rank.state
-        self._scheduler = Scheduler(rank.runner, None, self._group.followers)
+        self._scheduler = Scheduler(self._group.runner, None)
         self.use(self.drafter)
 
     def use(self, drafter: Drafter | None) -> None:
@@ -92,7 +93,7 @@ class Engine:
         if self._scheduler.waiting or self._scheduler.running:
             raise SlipstreamError("the drafter cannot be changed while a request is running")
         with self._group.watching():
-            self._group.followers.use(self._rank, drafter)
+            self._group.use(drafter)
         self.drafter = drafter
         self._controller: Controller | None = None  # what it measured was another drafter's
         self._scheduler.controller = None
@@ -212,7 +213,7 @@ class Engine:
             "cpus": os.cpu_count(),
             "tp": self._group.collectives.size,
             "all_reduce": self._group.collectives.name,
-            "notes": list(self.model.notes),
+            "notes": [*self.model.notes, *self._group.notes],
         }
 
     def _run(self, requests: list[Running]) -> Iterator[tuple[Running, Chunk]]:
@@ -234,7 +235,7 @@ class Engine:
                     yield request, chunk
             if not self._scheduler.running and not self._scheduler.waiting:
                 with self._group.watching():
-                    self._group.followers.rest()
+                    self._group.rest()
         finally:  # an interrupted or abandoned stream must not leave its request in a slot
             for request in requests:
                 self._scheduler.cancel(request)
@@ -315,22 +316,17 @@ class Engine:
 
     def _begin(self, drafter: Drafter, prompt: Sequence[int]) -> None:
         """Puts a text on the padding slot, for measuring."""
-        slot = self._state.padding_slot
-        self._group.followers.begin(slot, prompt, SamplingParams(), drafter)
-        self._state.put(slot, list(prompt), 0.0, 0, 1.0, 0)
-        prefill(self.model.target, drafter, self._state, slot, len(prompt), PREFILL_CHUNK)
+        self._scheduler.runner.begin(drafter, self._state.padding_slot, prompt, SamplingParams())
 
     def _rewind(self, length: int) -> None:
         """Cuts the text on the padding slot."""
-        self._group.followers.rewind(self._state.padding_slot, length)
-        self._state.text.length[self._state.padding_slot] = length
+        self._scheduler.runner.rewind(self._state.padding_slot, length)
 
     def _time_cycle(self, drafter: Drafter, size: int) -> float:
         """Microseconds of one cycle on the padding slot."""
-        state, slot = self._state, self._state.padding_slot
-        extent = int(state.text.length[slot]) + size
+        slot = self._state.padding_slot
+        extent = int(self._state.text.length[slot]) + size
         start = perf_counter()
-        self._group.followers.cycle([slot], drafter, size, extent, True)
         self._scheduler.runner.start(drafter, [slot], size, extent, True).read()
         return (perf_counter() - start) * 1e6
 

@@ -17,9 +17,10 @@ import torch
 
 from slipstream.collectives.interface import Collectives
 from slipstream.draft.drafter import Drafter
-from slipstream.engine.cycle import prefill
+from slipstream.engine.cycle import Outcome
 from slipstream.engine.rank import Rank
 from slipstream.engine.request import SamplingParams
+from slipstream.engine.runner import Pending, Runner
 from slipstream.errors import RankError, SlipstreamError
 
 _CHECK_EVERY = 16
@@ -43,46 +44,17 @@ _WORDS = 7
 """Of a message, besides one for each slot of a batch."""
 
 
-class Followers:
-    """Those who do what this rank does: here nobody."""
-
-    def use(self, rank: Rank, drafter: Drafter | None) -> None:
-        """Attaches a drafter to this rank, and to the others. SlipstreamError: it cannot be; the old one stays."""
-        rank.use(drafter)
-
-    def begin(
-        self, slot: int, prompt: Sequence[int], params: SamplingParams, drafter: Drafter | None
-    ) -> None:
-        """A request is put into a slot and its prompt is run."""
-
-    def rewind(self, slot: int, length: int) -> None:
-        """A slot's text is cut or restored to a length."""
-
-    def cycle(
-        self,
-        slots: Sequence[int],
-        drafter: Drafter | None,
-        size: int,
-        extent: int,
-        is_greedy: bool,
-    ) -> None:
-        """A cycle, as `engine.cycle.cycle` takes it."""
-
-    def rest(self) -> None:
-        """There is nothing to do for now. Returns when the ranks have compared all texts: RankError if they differ."""
-
-    def close(self) -> None:
-        """This was all."""
-
-
-class RemoteFollowers(Followers):
-    """The ranks 1, 2, ... of a group, each of which is in `follow`."""
+class Leader(Runner):
+    """Rank 0's runner: the ranks 1, 2, ... of its group, each of which is in `follow`, do as it does."""
 
     def __init__(self, control: Collectives, rank: Rank) -> None:
         """control: of tensors in the CPU's memory."""
+        super().__init__(rank.model.target, rank.state)
+        self.lag = rank.runner.lag
         self._control, self._rank, self._cycles = control, rank, 0
 
-    def use(self, rank: Rank, drafter: Drafter | None) -> None:
+    def use(self, drafter: Drafter | None) -> None:
+        """Attaches a drafter on every rank. SlipstreamError: none can; the old one stays."""
         try:
             made = pickle.dumps(drafter)
         except Exception as error:  # pickle raises what it likes
@@ -91,36 +63,36 @@ class RemoteFollowers(Followers):
             ) from None
         self._say(_Action.USE, len(made))
         self._control.broadcast(torch.frombuffer(bytearray(made), dtype=torch.uint8))
-        _use(rank, drafter, self._control)
+        _use(self._rank, drafter, self._control)
 
     def begin(
-        self, slot: int, prompt: Sequence[int], params: SamplingParams, drafter: Drafter | None
-    ) -> None:
-        choice = (_bits(0.0 if params.is_greedy else params.temperature), params.top_k, _bits(params.top_p))
-        self._say(_Action.BEGIN, self._number(drafter), slot, len(prompt), *choice, params.seed)
+        self, drafter: Drafter | None, slot: int, prompt: Sequence[int], params: SamplingParams
+    ) -> Outcome:
+        choice = (_bits(params.temperature), params.top_k, _bits(params.top_p), params.seed)
+        self._say(_Action.BEGIN, self._number(drafter), slot, len(prompt), *choice)
         self._control.broadcast(torch.tensor(prompt, dtype=torch.int64))
+        return self._rank.runner.begin(drafter, slot, prompt, params)
 
     def rewind(self, slot: int, length: int) -> None:
         self._say(_Action.REWIND, slot, length)
+        self._rank.runner.rewind(slot, length)
 
-    def cycle(
-        self,
-        slots: Sequence[int],
-        drafter: Drafter | None,
-        size: int,
-        extent: int,
-        is_greedy: bool,
-    ) -> None:
+    def start(
+        self, drafter: Drafter | None, slots: Sequence[int], size: int, extent: int, is_greedy: bool
+    ) -> Pending:
         self._cycles += 1
-        check = self._rank.state.checksum(slots) if self._cycles % _CHECK_EVERY == 0 else 0
+        check = self.state.checksum(slots) if self._cycles % _CHECK_EVERY == 0 else 0
         shape = (self._number(drafter), size, extent, int(is_greedy), check, len(slots))
         self._say(_Action.CYCLE, *shape, *slots)
+        return self._rank.runner.start(drafter, slots, size, extent, is_greedy)
 
     def rest(self) -> None:
-        self._say(_Action.REST, self._rank.state.checksum(range(self._rank.state.padding_slot)))
+        """There is nothing to do for now. Returns when the ranks have compared all texts: RankError if they differ."""
+        self._say(_Action.REST, self.state.checksum(range(self.state.padding_slot)))
         self._control.barrier()
 
     def close(self) -> None:
+        """This was all."""
         self._say(_Action.CLOSE)
 
     def _say(self, action: _Action, *words: int) -> None:
@@ -133,12 +105,9 @@ class RemoteFollowers(Followers):
 
 
 @torch.inference_mode()
-def follow(rank: Rank, control: Collectives, chunk: int) -> None:
-    """Does as rank 0 says until it closes. chunk: the most rows of one forward of a prompt.
-
-    Raises RankError where this rank's text is not rank 0's.
-    """
-    message = torch.zeros(_room(rank), dtype=torch.int64)
+def follow(rank: Rank, control: Collectives) -> None:
+    """Does as rank 0 says until it closes. Raises RankError where this rank's text is not rank 0's."""
+    message, runner = torch.zeros(_room(rank), dtype=torch.int64), rank.runner
     while True:
         action, *words = control.broadcast(message).tolist()
         match action:
@@ -147,12 +116,20 @@ def follow(rank: Rank, control: Collectives, chunk: int) -> None:
                 with suppress(_Refused):
                     _use(rank, pickle.loads(made.numpy().tobytes()), control)
             case _Action.BEGIN:
-                prompt = control.broadcast(torch.zeros(words[2], dtype=torch.int64))
-                _begin(rank, words, prompt.tolist(), chunk)
+                number, slot, length, temperature, top_k, top_p, seed = words[:7]
+                prompt = control.broadcast(torch.zeros(length, dtype=torch.int64)).tolist()
+                params = SamplingParams(
+                    temperature=_number_of(temperature), top_k=top_k, top_p=_number_of(top_p), seed=seed
+                )
+                runner.begin(_drafter(rank, number), slot, prompt, params)
             case _Action.REWIND:
-                rank.state.text.length[words[0]] = words[1]
+                runner.rewind(words[0], words[1])
             case _Action.CYCLE:
-                _cycle(rank, control, words)
+                number, size, extent, is_greedy, check, count = words[:6]
+                slots = words[6 : 6 + count]
+                if check:
+                    _compare(rank, control, slots, check)
+                runner.start(_drafter(rank, number), slots, size, extent, bool(is_greedy))
             case _Action.REST:
                 _compare(rank, control, range(rank.state.padding_slot), words[0])
                 control.barrier()
@@ -174,20 +151,6 @@ def _use(rank: Rank, drafter: Drafter | None, control: Collectives) -> None:
         raise RankError(
             f"rank {control.rank} {'cannot' if error else 'alone can'} use the drafter: {error or ''}"
         )
-
-
-def _begin(rank: Rank, words: Sequence[int], prompt: list[int], chunk: int) -> None:
-    number, slot, _, temperature, top_k, top_p, seed = words[:7]
-    rank.state.put(slot, prompt, _number_of(temperature), top_k, _number_of(top_p), seed)
-    prefill(rank.model.target, _drafter(rank, number), rank.state, slot, len(prompt), chunk)
-
-
-def _cycle(rank: Rank, control: Collectives, words: Sequence[int]) -> None:
-    number, size, extent, is_greedy, check, count = words[:6]
-    slots = words[6 : 6 + count]
-    if check:
-        _compare(rank, control, slots, check)
-    rank.runner.start(_drafter(rank, number), slots, size, extent, bool(is_greedy))
 
 
 def _compare(rank: Rank, control: Collectives, slots: Sequence[int], theirs: int) -> None:

@@ -20,10 +20,11 @@ from slipstream.collectives.choice import connect
 from slipstream.collectives.group import Ranks, launch
 from slipstream.collectives.interface import Collectives, Solo
 from slipstream.collectives.meeting import ENVIRONMENT, Meeting, under_torchrun
-from slipstream.engine.followers import Followers, RemoteFollowers, follow
+from slipstream.draft.drafter import Drafter
+from slipstream.engine.followers import Leader, follow
 from slipstream.engine.rank import Rank, Settings
-from slipstream.engine.scheduler import PREFILL_CHUNK
-from slipstream.errors import RankError, SlipstreamError
+from slipstream.engine.runner import Runner
+from slipstream.errors import ModelError, RankError, SlipstreamError
 from slipstream.kernels.native import native
 
 _CLOSING_S = 5.0
@@ -35,9 +36,9 @@ class Group:
     """Rank 0's side: its own part, those who follow it, and what becomes of them; here it is alone."""
 
     def __init__(self, settings: Settings) -> None:
-        self.followers = Followers()
         self.collectives: Collectives = Solo()
         self.rank = Rank(settings, self.collectives, settings.device)
+        self.runner: Runner = self.rank.runner
 
     @staticmethod
     def of(settings: Settings, threads: int | None) -> Group:
@@ -46,6 +47,26 @@ class Group:
         threads: of each rank; default: an equal share of the cores. Raises SlipstreamError.
         """
         return Group(settings) if settings.tp == 1 else _SeveralRanks(settings, threads)
+
+    def use(self, drafter: Drafter | None) -> None:
+        """Drafts with this one from now on, on every rank. SlipstreamError: it cannot be; the old one stays."""
+        self.rank.use(drafter)
+
+    def rest(self) -> None:
+        """There is nothing to do for now. RankError: the ranks do not hold the same texts."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know about how the ranks exchange."""
+        own = self.collectives
+        if own.is_lossy:
+            return [f"the all-reduce {own.name} rounds what it sends: texts differ from those of one rank"]
+        if not own.row_invariant:
+            return [
+                f"the all-reduce {own.name} adds in an order that depends on the message: a speculative text may differ"
+                " from the plain one where two tokens are about as likely"
+            ]
+        return []
 
     def watching(self) -> AbstractContextManager[None]:
         """Around what needs the other ranks: when one fails all end, and the error says which it was and where."""
@@ -81,11 +102,17 @@ class _SeveralRanks(Group):
             raise
         if number:
             try:
-                follow(self.rank, control, PREFILL_CHUNK)
+                follow(self.rank, control)
             finally:
                 self._end()
             raise SystemExit(0)
-        self.followers = RemoteFollowers(control, self.rank)
+        self.runner = self._leader = Leader(control, self.rank)
+
+    def use(self, drafter: Drafter | None) -> None:
+        self._leader.use(drafter)
+
+    def rest(self) -> None:
+        self._leader.rest()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -110,7 +137,7 @@ class _SeveralRanks(Group):
         if self._failure is None:
             self._failure = "the engine is closed"
             with suppress(RankError):  # they end all the same
-                self.followers.close()
+                self._leader.close()
                 if self._ranks:
                     self._ranks.results(_CLOSING_S)
             self._end()
@@ -176,12 +203,12 @@ def _place(settings: Settings) -> tuple[int, int]:
 def _enter(meeting: Meeting, settings: Settings) -> tuple[Collectives, Collectives, Rank]:
     """What every rank does first: the collectives, those for messages, and its part of the model."""
     meeting.agree("the settings", asdict(settings))
-    collectives = connect(meeting, settings.all_reduce)
-    control = collectives if settings.device == "cpu" else connect(meeting, "gloo")
     device = settings.device
     if device != "cpu":
         device = f"cuda:{os.environ.get('LOCAL_RANK', meeting.rank)}"
         torch.cuda.set_device(device)
+    collectives = connect(meeting, settings.all_reduce, device.split(":")[0])
+    control = collectives if device == "cpu" else connect(meeting, "gloo")
     rank, error = None, ""
     try:
         rank = Rank(settings, collectives, device)
@@ -190,7 +217,7 @@ def _enter(meeting: Meeting, settings: Settings) -> tuple[Collectives, Collectiv
     control.barrier()  # waits as long as the slowest loads, and no longer than all live
     for number, line in enumerate(meeting.exchange("loading", error)):
         if line:
-            raise SlipstreamError(line if line == error else f"rank {number}: {line}")
+            raise ModelError(line if line == error else f"rank {number}: {line}")
     assert rank is not None
     meeting.agree("the model's shape", repr(rank.model.shape))
     return collectives, control, rank
@@ -200,6 +227,6 @@ def _follow(rank: int, size: int, at: str, settings: Settings) -> None:
     """The work of a rank that was started here."""
     meeting = Meeting.join(rank, size, at)
     collectives, control, own = _enter(meeting, settings)
-    follow(own, control, PREFILL_CHUNK)
+    follow(own, control)
     collectives.close()
     meeting.close()

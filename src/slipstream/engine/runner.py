@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from slipstream.draft.drafter import Drafter
-from slipstream.engine.cycle import Outcome, cycle
+from slipstream.engine.cycle import Outcome, cycle, prefill
+from slipstream.engine.request import SamplingParams
 from slipstream.engine.state import State
 from slipstream.target.family import Target
 
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Batch buckets: a batch is padded to the next of them."""
+PREFILL_CHUNK = 256
+"""The most rows of one forward of a prompt."""
 
 
 def bucket_of(count: int) -> int:
@@ -38,6 +41,18 @@ class Runner(ABC):
 
     def __init__(self, target: Target, state: State) -> None:
         self.target, self.state = target, state
+
+    def begin(
+        self, drafter: Drafter | None, slot: int, prompt: Sequence[int], params: SamplingParams
+    ) -> Outcome:
+        """Puts a request into a slot and runs its prompt, see `prefill`."""
+        temperature = 0.0 if params.is_greedy else params.temperature
+        self.state.put(slot, list(prompt), temperature, params.top_k, params.top_p, params.seed)
+        return prefill(self.target, drafter, self.state, slot, len(prompt), PREFILL_CHUNK)
+
+    def rewind(self, slot: int, length: int) -> None:
+        """Cuts a slot's text, or restores what was cut."""
+        self.state.text.length[slot] = length
 
     @abstractmethod
     def start(

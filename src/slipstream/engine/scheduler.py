@@ -10,14 +10,11 @@ import torch
 
 from slipstream.draft.drafter import Drafter
 from slipstream.engine.controller import Controller
-from slipstream.engine.cycle import Outcome, prefill
-from slipstream.engine.followers import Followers
+from slipstream.engine.cycle import Outcome
 from slipstream.engine.output import Output
 from slipstream.engine.request import Chunk, SamplingParams, Stats
 from slipstream.engine.runner import Pending, Runner, bucket_of
 from slipstream.spans import span
-
-PREFILL_CHUNK = 256
 
 
 @dataclass(eq=False)
@@ -57,12 +54,8 @@ class _Started:
 class Scheduler:
     """Runs requests over a fixed number of slots, in order of arrival."""
 
-    def __init__(
-        self, runner: Runner, controller: Controller | None, followers: Followers | None = None
-    ) -> None:
-        """followers: the other ranks, which are told of all that changes the state."""
+    def __init__(self, runner: Runner, controller: Controller | None) -> None:
         self.runner, self.controller = runner, controller
-        self.followers = followers or Followers()
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self._started: deque[_Started] = deque()
@@ -92,19 +85,7 @@ class Scheduler:
             request.slot = self._free.pop()
             self.running.append(request)
             start = perf_counter()
-            params, state = request.params, self.runner.state
-            self.followers.begin(request.slot, request.prompt, params, request.drafter)
-            state.put(
-                request.slot,
-                request.prompt,
-                0.0 if params.is_greedy else params.temperature,
-                params.top_k,
-                params.top_p,
-                params.seed,
-            )
-            request.last = prefill(
-                self.runner.target, request.drafter, state, request.slot, len(request.prompt), PREFILL_CHUNK
-            )
+            request.last = self.runner.begin(request.drafter, request.slot, request.prompt, request.params)
             request.stats.prompt_tokens = len(request.prompt)
             request.stats.prefill_s = perf_counter() - start
 
@@ -129,7 +110,6 @@ class Scheduler:
         is_greedy = all(each.params.is_greedy for each in group)
         slots = [each.slot for each in group]
         drafter = group[0].drafter
-        self.followers.cycle(slots, drafter, size, longest + size, is_greedy)
         pending = self.runner.start(drafter, slots, size, longest + size, is_greedy)
         for each in group:
             each.flying += 1
