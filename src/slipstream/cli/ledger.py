@@ -55,10 +55,12 @@ class Format(StrEnum):
 
 
 @app.callback(invoke_without_command=True)
-def ledger(context: typer.Context) -> None:
+def ledger(context: typer.Context, file: LedgerFile = None) -> None:
     """List, show and export the trials that were made."""
     if context.invoked_subcommand is None:
-        list_()
+        list_(file=file)
+    elif file is not None:
+        raise SlipstreamError(f"give --ledger after {context.invoked_subcommand}")
 
 
 @app.command("list")

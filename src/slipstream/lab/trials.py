@@ -14,12 +14,14 @@ from slipstream.engine.request import Completion, SamplingParams
 from slipstream.errors import SlipstreamError
 from slipstream.lab.case import Case
 from slipstream.lab.cases import make_case
+from slipstream.lab.cycle_cost import CycleCost
 from slipstream.lab.diagnosis import WARM_UP_TOKENS, Measured, measured_cycle
 from slipstream.lab.ledger import Arm, Ledger, Outcome, Sample
 from slipstream.lab.optimisations.base import Optimisation
 from slipstream.lab.predict import Shares
 from slipstream.lab.prompts import Prompt
 from slipstream.lab.provenance import provenance
+from slipstream.machine.curve import AllReduceCurve, Segment
 from slipstream.machine.machine import Machine
 
 RESAMPLES = 4000
@@ -146,7 +148,18 @@ def case_of(bench: Bench, settings: EngineSettings) -> Case:
         acceptance_is_known=True,
         adaptive=speculates and settings.draft_tokens is None,
     )
+    if case.fast.tp > 1 and not bench.machine.all_reduce_curves(case.fast.backend, case.fast.tp):
+        case = case.both(curve=_seen_curve(case, plain))
     return case.seen(plain, fast)
+
+
+def _seen_curve(case: Case, plain: CycleCost | None) -> AllReduceCurve:
+    """What a call of a backend took that the machine has no curve of, whatever its size."""
+    calls = len(case.shape.collectives(1, case.fast.tp, 2))
+    us = plain.kind_us("collective", "verify") / calls if plain else 0.0
+    segment = Segment("measured", 1, max(us, 0.1))
+    source = "measured in the engine itself, one size"
+    return AllReduceCurve(case.fast.backend, case.fast.tp, False, source, 2**20, (segment,))
 
 
 def settings_for(item: Optimisation, case: Case, best: EngineSettings) -> EngineSettings | None:
