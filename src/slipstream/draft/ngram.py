@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,9 @@ from slipstream.draft.drafter import Drafter
 from slipstream.draft.text import Text
 from slipstream.draft.tree import Tree
 from slipstream.kernels.lookup import lookup
+
+if TYPE_CHECKING:
+    from slipstream.target.family import Target
 
 
 class NGramDrafter(Drafter):
@@ -27,10 +32,16 @@ class NGramDrafter(Drafter):
         self._drafted = torch.empty(0, max_drafted, dtype=torch.int64)
         self._matched = torch.empty(0, dtype=torch.int64)
 
+    def attach(self, target: Target, slots: int, width: int) -> None:
+        self._make_room(slots, target.device)
+
+    def _make_room(self, slots: int, device: torch.device) -> None:
+        self._matched = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._drafted = torch.zeros(slots, self.max_drafted, dtype=torch.int64, device=device)
+
     def outlook(self, text: Text, slots: Tensor) -> Tensor:
         if len(self._matched) != len(text.length) or self._matched.device != slots.device:
-            self._matched = torch.zeros_like(text.length)
-            self._drafted = text.length.new_zeros(len(text.length), self.max_drafted)
+            self._make_room(len(text.length), slots.device)
         drafted, matched = lookup(text.tokens, slots, text.length[slots], self.max_suffix, self.max_drafted)
         self._drafted[slots], self._matched[slots] = drafted, matched
         return matched

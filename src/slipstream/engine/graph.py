@@ -234,5 +234,5 @@ def _cycle(
     is_greedy: bool,
 ) -> tuple[Tensor, int]:
     if len(slots) > 1:  # what pads a batch would grow with every cycle otherwise
-        state.text.length[state.padding_slot] = 1
+        state.text.length[state.padding_slot :].fill_(1)
     return cycle(target, drafter, state, slots, size, extent, is_greedy)

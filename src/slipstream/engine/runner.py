@@ -82,7 +82,7 @@ class Eager(Runner):
         if self._known is None or self._known[0] != key:
             self._known = key, torch.tensor(key, device=self.state.table.device)
         if padding:  # it would grow with every cycle otherwise
-            self.state.text.length[self.state.padding_slot] = 1
+            self.state.text.length[self.state.padding_slot :].fill_(1)
         brought, levels = cycle(self.target, drafter, self.state, self._known[1], size, extent, is_greedy)
         return _Done(brought, levels, len(slots))
 

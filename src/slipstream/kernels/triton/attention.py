@@ -143,20 +143,18 @@ def _combine(
     count = _split_of(tl.load(prefix_ptr + request).to(tl.int32) + depth) + 1
     q_at = (at * heads + head).to(tl.int64)
     part, dv = tl.arange(0, CHUNK), tl.arange(0, DV)
-    highest = tl.full([CHUNK], float("-inf"), tl.float32)
-    for first in range(0, count, CHUNK):
-        here = q_at * splits + first + part
-        top = tl.load(stat_ptr + here * 2, mask=first + part < count, other=float("-inf"))
-        highest = tl.maximum(highest, top)
-    base = tl.max(highest, 0)
-    total, acc = 0.0, tl.zeros([DV], tl.float32)
+    base, total, acc = float("-inf"), 0.0, tl.zeros([DV], tl.float32)
     for first in range(0, count, CHUNK):
         here = q_at * splits + first + part
         is_in = first + part < count
-        weight = tl.exp2(tl.load(stat_ptr + here * 2, mask=is_in, other=float("-inf")) - base)
-        total += tl.sum(weight * tl.load(stat_ptr + here * 2 + 1, mask=is_in, other=0.0), 0)
+        tops = tl.load(stat_ptr + here * 2, mask=is_in, other=float("-inf"))
+        sums = tl.load(stat_ptr + here * 2 + 1, mask=is_in, other=0.0)
         parts = tl.load(acc_ptr + here[:, None] * DV + dv[None, :], mask=is_in[:, None], other=0.0)
-        acc += tl.sum(weight[:, None] * parts, 0)
+        higher = tl.maximum(base, tl.max(tops, 0))
+        decay, weight = tl.exp2(base - higher), tl.exp2(tops - higher)
+        total = total * decay + tl.sum(weight * sums, 0)
+        acc = acc * decay + tl.sum(weight[:, None] * parts, 0)
+        base = higher
     tl.store(out_ptr + q_at * DV + dv, (acc / total).to(out_ptr.dtype.element_ty))
 
 
