@@ -4,9 +4,9 @@
 
 First correctness: every row against float64, and its bits for 1 to 64 rows. Then, for each shape of Llama-3.1-8B and 8
 rows, each cut of K and each way to tile; with the best cut, the ways to tile 1, 32 and 64 rows. A measurement is one
-CUDA graph of launches that take turns among copies of the weight larger than the L2 cache, replayed; the median counts. The
-floor is the weight's bytes at `--rate`. Results are saved after each shape; a configuration that fails is reported
-and passed over. With --smoke, tiny shapes through Triton's interpreter: no GPU, no times.
+CUDA graph of launches that take turns among copies of the weight larger than the L2 cache, replayed; the
+median counts. The floor is the weight's bytes at `--rate`. Results are saved after each shape; a configuration that
+fails is reported and passed over. With --smoke, tiny shapes through Triton's interpreter: no GPU, no times.
 """
 
 from __future__ import annotations

@@ -109,7 +109,10 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a product of one (N, K) is computed. `block_k` and `split_k`, on which bits depend, are the same for all rows."""
+    """How a product of one (N, K) is computed.
+
+    `block_k` and `split_k`, on which bits depend, are the same for all rows.
+    """
 
     split_k: int
     block_k: int = 64
