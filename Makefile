@@ -9,8 +9,8 @@ BIN := .venv/bin
 demo: .venv/installed  ## diagnose speculative decoding on SmolLM2-135M, on this machine
 	$(BIN)/slipstream diagnose
 
-test: .venv/installed-dev  ## the whole test suite
-	$(BIN)/python -m pytest
+test: .venv/installed-dev  ## the whole test suite, on two CPUs
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/installed-dev  ## format, lint and types
 	$(BIN)/ruff format --check .

@@ -178,11 +178,13 @@ def _read_seconds(files: list[Path]) -> float:
 
 
 def _load_seconds(folder: Path) -> float:
+    from slipstream.collectives.interface import Solo
     from slipstream.target.decoder import Decoder
+    from slipstream.target.shard import Shard
 
     start = time.perf_counter()
     checkpoint = SafetensorsFolder(folder)
-    Decoder(checkpoint.shape, checkpoint.fetch, torch.bfloat16, "bfloat16", "cpu", 128)
+    Decoder(Shard.of(checkpoint.shape), checkpoint.fetch, Solo(), torch.bfloat16, "bfloat16", "cpu", 128)
     return time.perf_counter() - start
 
 

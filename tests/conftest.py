@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import os
 
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # workers share the CPUs; before torch is loaded, and for what they start
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if not torch.cuda.is_available():  # before any kernel is compiled: without a GPU Triton interprets them
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -19,5 +19,9 @@ class DataError(SlipstreamError):
     """Training data that is broken or cannot be read or written; the message names the file, and the line in it."""
 
 
+class MachineError(SlipstreamError):
+    """A machine that is unknown, described wrongly or not known well enough; the message says what is missing."""
+
+
 class RankError(SlipstreamError):
     """A rank that died, disagrees, or does not answer; the message says which rank, and in which operation."""

@@ -101,6 +101,8 @@ def test_diagnose_prints_and_writes(engine: Made, capsys: pytest.CaptureFixture[
         "weights": "int8",
         "max_length": None,
         "threads": 2,
+        "tp": 1,
+        "all_reduce": "auto",
     }
     assert diagnose() == 0
     assert "replaced slipstream-report/report.html" in capsys.readouterr().err

@@ -143,7 +143,7 @@ def test_a_long_wait_before_the_next_draft(tmp_path, monkeypatch):
     """The ring gets full while nobody drafts; what is drafted then is what a fresh drafter drafts."""
     monkeypatch.setattr("slipstream.draft.eagle3.drafter._RING", 64)
     monkeypatch.setattr("slipstream.draft.eagle3.drafter._MARGIN", 16)
-    monkeypatch.setattr("slipstream.engine.scheduler.PREFILL_CHUNK", 32)
+    monkeypatch.setattr("slipstream.engine.runner.PREFILL_CHUNK", 32)
     made(tmp_path)
     drafts = []
     for prompt_length in (1, 90):

@@ -172,7 +172,7 @@ def test_the_last_cache_slot_is_used_and_the_tree_may_hang_over_it():
 def test_kv_after_a_commit_is_the_kv_of_a_fresh_prefill():
     engine = scheduler(TARGET, slots=1)
     run(engine, [[3, 1, 4]], greedy(30), TreeDrafter(random_tree), 9)
-    state = engine.state
+    state = engine.runner.state
     length = int(state.text.length[0]) - 1
     held = state.kv[0][0][state.table[0, :length], 0]
     assert torch.equal(held, state.text.tokens[0, :length])

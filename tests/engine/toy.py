@@ -15,6 +15,7 @@ from slipstream.draft.tree import Tree
 from slipstream.engine.controller import Controller, CostModel
 from slipstream.engine.output import Output
 from slipstream.engine.request import SamplingParams
+from slipstream.engine.runner import Eager
 from slipstream.engine.scheduler import Running, Scheduler
 from slipstream.engine.state import State
 from slipstream.kernels.sampling import uniform
@@ -100,10 +101,10 @@ def costs() -> CostModel:
 
 
 def scheduler(
-    target, slots: int = 3, max_length: int = 96, controller: Controller | None = None
+    target, slots: int = 3, max_length: int = 96, controller: Controller | None = None, lag: int = 0
 ) -> Scheduler:
     state = State.allocate(target.kv_layout(), slots, max_length, MAX_ROWS, torch.int64, torch.device("cpu"))
-    return Scheduler(target, state, controller)
+    return Scheduler(Eager(target, state, lag), controller)
 
 
 def run(engine: Scheduler, prompts, params, drafter, size) -> list[list[int]]:
@@ -122,16 +123,18 @@ def run(engine: Scheduler, prompts, params, drafter, size) -> list[list[int]]:
 
 def check_invariants(engine: Scheduler) -> None:
     """No KV row owned twice, none lost; a running request's text is what was committed."""
-    table = engine.state.table
+    table = engine.runner.state.table
     assert torch.equal(table.flatten().sort().values, torch.arange(table.numel()))
     width = table.shape[1]
     assert torch.equal(table // width, torch.arange(table.shape[0])[:, None].expand_as(table))
     for request in engine.running:
+        if request.flying:  # the device is ahead of what was read
+            continue
         text = request.prompt + request.output.token_ids
-        assert int(engine.state.text.length[request.slot]) == len(text)
-        assert engine.state.text.tokens[request.slot, : len(text)].tolist() == text
+        assert int(engine.runner.state.text.length[request.slot]) == len(text)
+        assert engine.runner.state.text.tokens[request.slot, : len(text)].tolist() == text
     used = {request.slot for request in engine.running} | set(engine._free)
-    assert used == set(range(engine.state.padding_slot))
+    assert used == set(range(engine.runner.state.padding_slot))
 
 
 def greedy(max_new_tokens: int) -> SamplingParams:

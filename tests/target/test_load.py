@@ -174,7 +174,9 @@ _PEAK = """
 import sys, threading, time, torch
 from slipstream.kernels.native import native
 from pathlib import Path
+from slipstream.collectives.interface import Solo
 from slipstream.target.decoder import Decoder
+from slipstream.target.shard import Shard
 from slipstream.target.safetensors_files import SafetensorsFolder
 native()
 
@@ -191,7 +193,7 @@ def watch():
 watcher = threading.Thread(target=watch)
 watcher.start()
 checkpoint = SafetensorsFolder(Path(sys.argv[1]))
-target = Decoder(checkpoint.shape, checkpoint.fetch, torch.bfloat16, "bfloat16", "cpu", 64)
+target = Decoder(Shard.of(checkpoint.shape), checkpoint.fetch, Solo(), torch.bfloat16, "bfloat16", "cpu", 64)
 done = True
 watcher.join()
 print(max(peak, held()) - before, target.weight_bytes)

@@ -8,9 +8,25 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli import allreduce, diagnose, drafter, generate, shape
+from slipstream.cli import (
+    allreduce,
+    breakeven,
+    compare,
+    diagnose,
+    drafter,
+    generate,
+    ledger,
+    machine,
+    plan,
+    predict,
+    profile,
+    shape,
+    trace,
+    try_,
+)
+from slipstream.cli.options import is_silent
 from slipstream.cli.unsupported import RefusesUnsupported
-from slipstream.errors import SlipstreamError
+from slipstream.errors import RankError, SlipstreamError
 
 app = typer.Typer(
     help="Makes speculative decoding pay: measure it, run it, see where its time goes.",
@@ -20,10 +36,19 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("diagnose", cls=RefusesUnsupported)(diagnose.diagnose)
+app.command("breakeven")(breakeven.breakeven)
+app.command("predict")(predict.predict)
+app.command("plan")(plan.plan)
+app.command("try")(try_.try_)
 app.command("shape")(shape.shape)
+app.command("machine")(machine.machine)
+app.command("profile", cls=RefusesUnsupported)(profile.profile)
+app.command("trace")(trace.trace)
+app.command("compare")(compare.compare)
 app.command("generate", cls=RefusesUnsupported)(generate.generate)
 app.command("allreduce")(allreduce.allreduce)
 app.add_typer(drafter.app, name="drafter")
+app.add_typer(ledger.app, name="ledger")
 
 
 def _print_version(asked: bool) -> None:
@@ -49,7 +74,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         app(args=argv)
     except SlipstreamError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        if not is_silent() or isinstance(error, RankError):
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

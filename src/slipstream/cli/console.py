@@ -18,11 +18,13 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from slipstream.cli.options import is_silent
+
 if TYPE_CHECKING:
     from slipstream.lab import diagnosis as lab
     from slipstream.lab.summary import Summary
 
-_err = Console(stderr=True, highlight=False, soft_wrap=True)
+_err = Console(stderr=True, highlight=False, soft_wrap=True, quiet=is_silent())
 
 
 def say(line: str) -> None:

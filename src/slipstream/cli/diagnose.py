@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from slipstream.cli.options import DRAFT_HELP, Dtype, Weights, draft_or_none
+from slipstream.cli.options import ALL_REDUCE_HELP, DRAFT_HELP, TP_HELP, Dtype, Weights, draft_or_none
 
 
 def diagnose(
@@ -29,7 +29,11 @@ def diagnose(
     max_length: Annotated[
         int | None, typer.Option(min=2, help="The longest prompt and answer together; default: 2048 tokens.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads; default: all cores.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads (of each rank); default: all cores.")
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help=TP_HELP)] = 1,
+    all_reduce: Annotated[str, typer.Option(help=ALL_REDUCE_HELP)] = "auto",
 ) -> None:
     """Measure whether speculation pays, and write a report."""
     from slipstream.cli.console import print_diagnosis, progress_bar, say
@@ -54,6 +58,8 @@ def diagnose(
         weights=weights,
         max_length=max_length,
         threads=threads,
+        tp=tp,
+        all_reduce=all_reduce,
     )
     notes: Any = engine.describe().get("notes", ())
     for note in notes:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.cli.options import DRAFT_HELP, Dtype, Weights, draft_or_none
+from slipstream.cli.options import ALL_REDUCE_HELP, DRAFT_HELP, TP_HELP, Dtype, Weights, draft_or_none
 from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
@@ -44,7 +44,11 @@ def generate(
     max_length: Annotated[
         int | None, typer.Option(min=2, help="The longest prompt and answer together; default: 2048 tokens.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads; default: all cores.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads (of each rank); default: all cores.")
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help=TP_HELP)] = 1,
+    all_reduce: Annotated[str, typer.Option(help=ALL_REDUCE_HELP)] = "auto",
 ) -> None:
     """Answer one prompt, streamed to the terminal."""
     from slipstream.engine.request import SamplingParams
@@ -73,6 +77,8 @@ def generate(
         weights=weights,
         max_length=max_length,
         threads=threads,
+        tp=tp,
+        all_reduce=all_reduce,
     )
     if as_json:
         completion = engine.generate(text, params, speculate=speculate, raw=raw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -12,6 +13,8 @@ from torch._C._distributed_c10d import PrefixStore
 from slipstream.collectives.interface import Backend
 from slipstream.collectives.meeting import ANSWER_S, Meeting
 from slipstream.errors import RankError
+
+_MOMENTS_S = 0.5
 
 _IDLE = timedelta(days=7)
 """For broadcasts and barriers, in which ranks wait for work; the end of another process still ends the wait."""
@@ -66,7 +69,7 @@ class TorchCollectives(Backend):
             if x is None
             else f"{operation} of {x.nbytes:,} bytes of {x.dtype}".replace("torch.", "")
         )
-        if self._meeting.attendance and (dead := self._meeting.attendance.dead()):
+        if dead := self._dead():
             return RankError(
                 f"rank {dead[0]} has died; rank {self.rank} waited for it in {self.name} {where}"
             )
@@ -75,6 +78,15 @@ class TorchCollectives(Backend):
             f"rank {self.rank} could not finish {self.name} {where}: {first} (has another rank left, does it run"
             " something else?)"
         )
+
+    def _dead(self) -> list[int]:
+        """The ranks that have ended; a process may be some moments longer in ending than its sockets."""
+        ends = time.monotonic() + _MOMENTS_S
+        while self._meeting.attendance and time.monotonic() < ends:
+            if dead := self._meeting.attendance.dead():
+                return dead
+            time.sleep(0.01)
+        return []
 
 
 class Gloo(TorchCollectives):

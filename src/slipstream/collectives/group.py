@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -139,7 +140,7 @@ def _enter(
 ) -> None:
     """The first function of a rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the starting process ends the ranks
-    threading.Thread(target=_end_with_parent, args=(rank,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(rank, at), daemon=True).start()
     import torch
 
     torch.set_num_threads(threads)
@@ -153,16 +154,26 @@ def _enter(
 
             traceback.print_exc()
         answer = _Failure(f"rank {rank} failed: {type(error).__name__}: {error}", False)
-    pipe.send(answer)
-    pipe.close()
+    try:
+        pipe.send(answer)
+        pipe.close()
+    except BrokenPipeError:
+        _end_alone(rank, at, answer.line if isinstance(answer, _Failure) else "")
 
 
-def _end_with_parent(rank: int) -> None:
+def _end_with_parent(rank: int, at: str) -> None:
     """A rank whose starting process has gone has nobody to work for."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
     parent.join()
     time.sleep(2 * _GRACE_S)  # a rank in a collective has a better line to say
-    print(f"rank {rank}: the process that started it has ended", file=sys.stderr, flush=True)
+    _end_alone(rank, at, "")
+
+
+def _end_alone(rank: int, at: str, line: str) -> None:
+    """Cleans up what the process that started this one would have cleaned up, had it not been killed."""
+    shutil.rmtree(at, ignore_errors=True)
+    if rank == 1:  # one says it for all
+        print(f"error: {line or 'the process that started the ranks has ended'}", file=sys.stderr, flush=True)
     os._exit(1)

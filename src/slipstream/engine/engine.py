@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -15,25 +16,20 @@ import torch
 from slipstream.draft.drafter import Drafter
 from slipstream.draft.eagle3.drafter import SMOLLM2_HEAD, Eagle3Drafter
 from slipstream.draft.ngram import NGramDrafter
-from slipstream.draft.text import Text
-from slipstream.draft.tree import Tree
 from slipstream.engine.controller import SIZES, Controller, CostModel
-from slipstream.engine.cycle import cycle, prefill
 from slipstream.engine.output import Output
+from slipstream.engine.rank import MAX_ROWS, Settings
+from slipstream.engine.ranks import Group
 from slipstream.engine.request import Chunk, Completion, SamplingParams
-from slipstream.engine.scheduler import PREFILL_CHUNK, Running, Scheduler
-from slipstream.engine.state import State
+from slipstream.engine.scheduler import Running, Scheduler
 from slipstream.errors import RequestError, SlipstreamError
-from slipstream.target.load import LoadedModel, load
+from slipstream.target.load import LoadedModel
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 """A user's message, a conversation as a list of {"role": ..., "content": ...}, or token ids as they are."""
 DRAFTERS = ("ngram", "eagle3")
-_MAX_ROWS = max(SIZES) + 1
 _THREADS_PER_CPU = 4
 """More threads than that are a mistake: they would wait for each other."""
-_MAX_LENGTH = 2048
-"""The longest text unless another limit is asked for: KV is allocated for it."""
 
 
 class Engine:
@@ -54,6 +50,9 @@ class Engine:
         max_batch: int = 8,
         threads: int | None = None,
         device: str = "cpu",
+        tp: int = 1,
+        all_reduce: str = "auto",
+        graph: bool = True,
     ) -> None:
         """Loads a model.
 
@@ -63,8 +62,11 @@ class Engine:
         KV (auto, float32, bfloat16). weights: the format of the linear layers (auto: as dtype; float32, bfloat16,
         int8, int4).
         max_length: the longest prompt + output in tokens (default: 2048, or what the model can). max_batch: requests
-        that run at once. threads: CPU threads of this whole process (default: what torch has). Raises SlipstreamError
-        with what to do about it.
+        that run at once. threads: CPU threads of this whole process (default: what torch has). tp: over how many
+        ranks the model is split; this process is the first of them and starts the others (under torchrun it is the
+        one that torchrun says), each with `threads` threads (default: an equal share of the cores). all_reduce: how
+        they exchange (`slipstream.collectives.choice.BACKENDS`; auto: the fastest that keeps every bit). graph:
+        on a GPU, cycles are captured as CUDA graphs. Raises SlipstreamError with what to do about it.
         """
         if threads is not None:
             if threads < 1:
@@ -72,36 +74,33 @@ class Engine:
             if threads > _THREADS_PER_CPU * (os.cpu_count() or 1):
                 raise SlipstreamError(f"threads is {threads}; this machine has {os.cpu_count()} CPUs")
             torch.set_num_threads(threads)
+        if tp < 1:
+            raise SlipstreamError(f"tp is {tp}; it must be at least 1")
         if (max_length is not None and max_length < 2) or max_batch < 1:
             raise SlipstreamError("max_length must be at least 2 and max_batch at least 1")
         self.drafter = _drafter(draft)  # before the model: what is wrong with it is known sooner
-        self.model: LoadedModel = load(
-            model,
-            dtype=dtype,
-            weights=weights,
-            device=device,
-            positions=(max_length or _MAX_LENGTH) + 2 * _MAX_ROWS,
-            longest=max_length,
-        )
-        if max_length is None:
-            max_length = min(_MAX_LENGTH, self.model.shape.max_positions)
-        self.max_length = max_length
-        target = self.model.target
-        self._state = State.allocate(
-            target.kv_layout(), max_batch, max_length, _MAX_ROWS, self.model.dtype, torch.device(device)
-        )
-        self._scheduler = Scheduler(target, self._state, None)
+        settings = Settings(model, dtype, weights, max_length, max_batch, device, tp, all_reduce, graph)
+        self._group = Group.of(settings, threads)
+        self._closing = weakref.finalize(self, self._group.close)  # at the end of this process at the latest
+        rank = self._rank = self._group.rank
+        self.model: LoadedModel = rank.model
+        self.max_length, self._state = rank.max_length, rank.state
+        self._scheduler = Scheduler(self._group.runner, None)
         self.use(self.drafter)
 
     def use(self, drafter: Drafter | None) -> None:
         """Drafts with this one from now on. Raises SlipstreamError while a request waits or runs."""
         if self._scheduler.waiting or self._scheduler.running:
             raise SlipstreamError("the drafter cannot be changed while a request is running")
-        if drafter is not None:
-            drafter.attach(self.model.target, self._state.padding_slot + 1, self._state.table.shape[1])
+        with self._group.watching():
+            self._group.use(drafter)
         self.drafter = drafter
         self._controller: Controller | None = None  # what it measured was another drafter's
         self._scheduler.controller = None
+
+    def close(self) -> None:
+        """Ends the other ranks, where there are any; they also end with the engine or with this process."""
+        self._closing()
 
     def generate(
         self,
@@ -175,6 +174,7 @@ class Engine:
             return tokenizer.encode(prompt)
         return tokenizer.encode_chat([{"role": "user", "content": prompt}])
 
+    @torch.inference_mode()
     def step_costs(
         self, rows: Sequence[int] = (1, 2, 4, 8, 16, 32), *, context: int = 256, rounds: int = 7
     ) -> dict[int, float]:
@@ -184,14 +184,18 @@ class Engine:
         """
         context = min(context, self.max_length)
         measured: dict[int, list[float]] = {count: [] for count in rows}
-        if any(not 1 <= count <= _MAX_ROWS for count in rows):
-            raise SlipstreamError(f"rows must be between 1 and {_MAX_ROWS}")
-        drafter = _Anything(self.model.shape.vocab_size)
-        for round_ in range(rounds + 1):
-            for count in rows:
-                elapsed_us = self._time_cycle(drafter, count - 1, context, is_first=round_ == 0)
-                if round_:
-                    measured[count].append(elapsed_us)
+        if any(not 1 <= count <= MAX_ROWS for count in rows):
+            raise SlipstreamError(f"rows must be between 1 and {MAX_ROWS}")
+        vocabulary = self.model.shape.vocab_size
+        drafter = self._rank.arbitrary
+        with self._group.watching():
+            self._begin(drafter, [(7919 * index) % vocabulary for index in range(context)])
+            for round_ in range(rounds + 1):
+                for count in rows:
+                    self._rewind(context)
+                    elapsed_us = self._time_cycle(drafter, count - 1)
+                    if round_:
+                        measured[count].append(elapsed_us)
         return {count: median(times) for count, times in measured.items()}
 
     def describe(self) -> dict[str, object]:
@@ -207,24 +211,31 @@ class Engine:
             "max_batch": self._state.padding_slot,
             "threads": torch.get_num_threads(),
             "cpus": os.cpu_count(),
-            "notes": list(self.model.notes),
+            "tp": self._group.collectives.size,
+            "all_reduce": self._group.collectives.name,
+            "notes": [*self.model.notes, *self._group.notes],
         }
 
     def _run(self, requests: list[Running]) -> Iterator[tuple[Running, Chunk]]:
-        if any(request.drafter is not None and request.size is None for request in requests):
-            self._calibrate()
+        chosen_for = [r for r in requests if r.drafter is not None and r.size is None]
+        if chosen_for:
+            self._calibrate(chosen_for[0].prompt)
         self._scheduler.waiting.extend(requests)
         try:
             unfinished = list(requests)
             while unfinished:
                 ready = [request for request in unfinished if request.chunks]
                 if not ready:
-                    self._scheduler.step()  # moves the requests of other open streams on too
+                    with self._group.watching():
+                        self._scheduler.step()  # moves the requests of other open streams on too
                 for request in ready:
                     chunk = request.chunks.popleft()
                     if chunk.finish_reason is not None:
                         unfinished.remove(request)
                     yield request, chunk
+            if not self._scheduler.running and not self._scheduler.waiting:
+                with self._group.watching():
+                    self._group.rest()
         finally:  # an interrupted or abandoned stream must not leave its request in a slot
             for request in requests:
                 self._scheduler.cancel(request)
@@ -246,7 +257,7 @@ class Engine:
             )
         if draft_tokens is not None:
             most = self.drafter.max_drafted if self.drafter else 0
-            if not 0 <= draft_tokens <= min(most, _MAX_ROWS - 1):
+            if not 0 <= draft_tokens <= min(most, MAX_ROWS - 1):
                 raise RequestError(f"draft_tokens is {draft_tokens}; it must be between 0 and {most}")
         output = Output(params, self.model.tokenizer.eos_ids, self.model.tokenizer.stream())
         return Running(tokens, params, output, self.drafter if speculate else None, draft_tokens)
@@ -266,53 +277,58 @@ class Engine:
         assert reason is not None
         return Completion(text, request.output.token_ids, reason, request.stats)
 
-    def _calibrate(self) -> None:
-        """Measures what cycles cost, before the first request that lets the controller choose."""
+    def _calibrate(self, prompt: Sequence[int]) -> None:
+        """Measures what cycles cost, before the first request that lets the controller choose, on its text."""
         if self._controller is not None or self.drafter is None:
             return
         drafter = self.drafter
         sizes = [size for size in SIZES if size <= drafter.max_drafted]
-        measured: dict[int, list[float]] = {size: [] for size in sizes}
-        for round_ in range(6):
-            for size in sizes:
-                elapsed_us = self._time_cycle(drafter, size, 192, is_first=round_ == 0)
-                if round_:
-                    measured[size].append(elapsed_us)
-        # A neighbour on the machine only ever adds time, and a larger tree never costs less than a smaller one; a shape
-        # that was measured in a bad moment would never be tried again.
-        least = [min(measured[size]) for size in sizes]
-        costs = CostModel({size + 1: min(least[at:]) for at, size in enumerate(sizes)})
+        with self._group.watching():
+            cycles_us = self._measured(drafter, sizes, prompt)
+            verify_us, draft_us = cycles_us, {}
+            if not drafter.is_free and self._state.padding_slot > 1:  # a batch does not draft as it verifies
+                verify_us = self._measured(self._rank.arbitrary, sizes, prompt)
+                draft_us = {size: max(cycles_us[size] - verify_us[size], 0.0) for size in sizes if size}
+        costs = CostModel({size + 1: us for size, us in verify_us.items()}, draft_us)
         self._controller = Controller(costs, drafter.max_drafted, drafter.is_free, drafter.is_tree)
         self._scheduler.controller = self._controller
 
     @torch.inference_mode()
-    def _time_cycle(self, drafter: Drafter, size: int, context: int, *, is_first: bool) -> float:
-        """Microseconds of one cycle on the padding slot, over a made-up text of `context` tokens."""
+    def _measured(self, drafter: Drafter, sizes: Sequence[int], prompt: Sequence[int]) -> dict[int, float]:
+        """Microseconds of one request's cycle by size, over a text that the model writes itself: what a draft costs
+        depends on how well it goes."""
         state, slot = self._state, self._state.padding_slot
-        context = min(context, self.max_length)
-        if is_first:
-            made_up = [(7919 * index) % self.model.shape.vocab_size for index in range(context)]
-            state.put(slot, made_up, 0.0, 0, 1.0, 0)
-            prefill(self.model.target, drafter, state, slot, PREFILL_CHUNK)
-        state.text.length[slot] = context
-        slots = torch.tensor([slot], device=state.table.device)
+        prompt = prompt[: min(256, (self.max_length + 1) // 2)]
+        self._begin(drafter, prompt)
+        rows: list[list[float]] = []
+        for _ in range(6):
+            rows.append([])
+            for size in sizes:
+                if int(state.text.length[slot]) > self.max_length:
+                    self._rewind(len(prompt))
+                rows[-1].append(self._time_cycle(drafter, size))
+        # A machine changes its speed from one second to the next, so sizes are compared within a round. The first one
+        # warms up.
+        logs = torch.tensor(rows[1:]).log()
+        level = logs.mean(1, keepdim=True)
+        us = ((logs - level).median(0).values + level.median()).exp()
+        return dict(zip(sizes, us.tolist(), strict=True))
+
+    def _begin(self, drafter: Drafter, prompt: Sequence[int]) -> None:
+        """Puts a text on the padding slot, for measuring."""
+        self._scheduler.runner.begin(drafter, self._state.padding_slot, prompt, SamplingParams())
+
+    def _rewind(self, length: int) -> None:
+        """Cuts the text on the padding slot."""
+        self._scheduler.runner.rewind(self._state.padding_slot, length)
+
+    def _time_cycle(self, drafter: Drafter, size: int) -> float:
+        """Microseconds of one cycle on the padding slot."""
+        slot = self._state.padding_slot
+        extent = int(self._state.text.length[slot]) + size
         start = perf_counter()
-        drafter.outlook(state.text, slots).tolist()
-        cycle(self.model.target, drafter, state, slots, size, context + size, True).accepted.tolist()
+        self._scheduler.runner.start(drafter, [slot], size, extent, True).read()
         return (perf_counter() - start) * 1e6
-
-
-class _Anything(Drafter):
-    """Drafts arbitrary tokens: for measuring what a verify step costs."""
-
-    name, max_drafted = "anything", _MAX_ROWS - 1
-
-    def __init__(self, vocabulary: int) -> None:
-        self._vocabulary = vocabulary
-
-    def draft(self, text: Text, slots: torch.Tensor, size: int) -> Tree:
-        tokens = (torch.arange(size, device=slots.device) * 104729 % self._vocabulary).expand(len(slots), -1)
-        return Tree.chain(tokens, torch.ones_like(tokens, dtype=torch.bool))
 
 
 def _is_text(prompt: str) -> bool:

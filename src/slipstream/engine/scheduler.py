@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
-from slipstream.draft.drafter import OUTLOOKS, Drafter
+from slipstream.draft.drafter import Drafter
 from slipstream.engine.controller import Controller
-from slipstream.engine.cycle import cycle, prefill
+from slipstream.engine.cycle import Outcome
 from slipstream.engine.output import Output
 from slipstream.engine.request import Chunk, SamplingParams, Stats
-from slipstream.engine.state import State
+from slipstream.engine.runner import Pending, Runner, bucket_of
 from slipstream.spans import span
-from slipstream.target.family import Target
-
-BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Batch buckets: a batch is padded to the next of them."""
-PREFILL_CHUNK = 256
 
 
 @dataclass(eq=False)
@@ -37,34 +30,47 @@ class Running:
     """A fixed number of drafted tokens instead of the controller's choice."""
     stats: Stats = field(default_factory=Stats)
     slot: int = -1
+    """-1 while it waits, and again when it has ended."""
+    last: Outcome = field(default_factory=lambda: Outcome([], [], 0, 0, []))
+    """What its last cycle brought, or its prefill."""
+    flying: int = 0
+    """Cycles on their way; each brings one token at least."""
+    flying_most: int = 0
+    """The most tokens that they can bring."""
     chunks: deque[Chunk] = field(default_factory=deque)
     """What came of it and was not fetched yet; the one with a finish reason is the last."""
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A cycle on its way."""
+
+    group: list[Running]
+    size: int
+    pending: Pending
+    start_s: float
 
 
 class Scheduler:
     """Runs requests over a fixed number of slots, in order of arrival."""
 
-    def __init__(self, target: Target, state: State, controller: Controller | None) -> None:
-        self.target, self.state, self.controller = target, state, controller
+    def __init__(self, runner: Runner, controller: Controller | None) -> None:
+        self.runner, self.controller = runner, controller
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
-        self._free = list(range(state.padding_slot))[::-1]
-        self._slots: dict[tuple[int, ...], Tensor] = {}
+        self._started: deque[_Started] = deque()
+        self._free = list(range(runner.state.padding_slot))[::-1]
+        self._finish_s = 0.0
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admits what fits and runs one cycle; what came of it is in the requests' chunks."""
+        """Admits what fits, starts a cycle, and takes in those that may be: what came is in the requests' chunks."""
         self._admit()
-        if not self.running:
-            return
-        # A cycle has one shape: plain requests and speculative ones take turns when both are present.
         with span("host"):
-            first = self.running[0]
-            group = [
-                each for each in self.running if each.drafter is first.drafter and each.size == first.size
-            ]
-            self.running = [each for each in self.running if each not in group] + group
-            self._cycle(group)
+            if group := self._group():
+                self._start(group)
+            while self._started and (not group or len(self._started) > self.runner.lag):
+                self._finish(self._started.popleft())
 
     def cancel(self, request: Running) -> None:
         """Forgets a request, whether it waits or runs."""
@@ -79,61 +85,55 @@ class Scheduler:
             request.slot = self._free.pop()
             self.running.append(request)
             start = perf_counter()
-            params = request.params
-            self.state.put(
-                request.slot,
-                request.prompt,
-                0.0 if params.is_greedy else params.temperature,
-                params.top_k,
-                params.top_p,
-                params.seed,
-            )
-            prefill(self.target, request.drafter, self.state, request.slot, PREFILL_CHUNK)
+            request.last = self.runner.begin(request.drafter, request.slot, request.prompt, request.params)
             request.stats.prompt_tokens = len(request.prompt)
             request.stats.prefill_s = perf_counter() - start
 
-    def _cycle(self, group: list[Running]) -> None:
+    def _group(self) -> list[Running]:
+        """The requests of the next cycle: those that will need it, whatever the cycles on their way bring."""
+        needy = [
+            each for each in self.running if each.stats.new_tokens + each.flying < each.params.max_new_tokens
+        ]
+        if not needy:
+            return []
+        # A cycle has one shape: plain requests and speculative ones take turns when both are present.
+        first = needy[0]
+        group = [each for each in needy if each.drafter is first.drafter and each.size == first.size]
+        self.running = [each for each in self.running if each not in group] + group
+        return group
+
+    def _start(self, group: list[Running]) -> None:
         start = perf_counter()
-        drafter = group[0].drafter
-        slots = self._batch([each.slot for each in group])
-        outlooks = self._outlooks(drafter, slots, len(group))
+        outlooks = [each.last.outlook for each in group]
         size = self._size(group[0], outlooks)
-        longest = max(len(each.prompt) + each.stats.new_tokens for each in group)
+        longest = max(len(each.prompt) + each.stats.new_tokens + each.flying_most for each in group)
         is_greedy = all(each.params.is_greedy for each in group)
-        shadows = self._shadow_drafts(drafter, slots, group, outlooks) if size == 0 else {}
-        path = cycle(self.target, drafter, self.state, slots, size, longest + size, is_greedy)
-        accepted, tokens, rows = path.accepted.tolist(), path.tokens.tolist(), path.rows.tolist()
-        levels = path.tokens.shape[1] - 1
-        if self.controller is not None and drafter is not None:
-            self.controller.costs.observe(len(slots), size, (perf_counter() - start) * 1e6)
-        for index, request in enumerate(group):
-            committed = tokens[index][: accepted[index] + 1]
-            nodes = [row - 1 for row in rows[index][1 : accepted[index] + 1]]
-            self._learn(request, outlooks[index], size, nodes, committed, shadows.get(request.slot))
-            drafted, tried = (size, levels) if outlooks[index] else (0, 0)
-            request.chunks.append(self._push(request, committed, drafted, tried, accepted[index]))
-        elapsed_s = perf_counter() - start
-        for request in group:
+        slots = [each.slot for each in group]
+        drafter = group[0].drafter
+        pending = self.runner.start(drafter, slots, size, longest + size, is_greedy)
+        for each in group:
+            each.flying += 1
+            each.flying_most += size + 1
+        self._started.append(_Started(group, size, pending, start))
+
+    def _finish(self, started: _Started) -> None:
+        group, size = started.group, started.size
+        outcomes = started.pending.read()
+        now = perf_counter()
+        elapsed_s, self._finish_s = now - max(started.start_s, self._finish_s), now
+        if self.controller is not None and group[0].drafter is not None:
+            slots = [each.slot for each in group]
+            self.controller.observe_cycle(slots, bucket_of(len(group)), size, elapsed_s * 1e6)
+        for request, outcome in zip(group, outcomes, strict=True):
+            request.flying -= 1
+            request.flying_most -= size + 1
+            if request.slot < 0:  # it ended, or was cancelled, while this cycle ran
+                continue
+            before, request.last = request.last, outcome
+            self._learn(request, size, outcome, before)
+            has_draft = size > 0 and before.outlook > 0
+            request.chunks.append(self._push(request, outcome, size if has_draft else 0))
             request.stats.decode_s += elapsed_s
-
-    def _batch(self, slots: list[int]) -> Tensor:
-        """The slots as a tensor, padded to a bucket."""
-        bucket = next((size for size in BATCHES if size >= len(slots)), len(slots))
-        key = (*slots, *[self.state.padding_slot] * (bucket - len(slots)))
-        known = self._slots.get(key)
-        if known is None:
-            self._slots.clear()
-            known = self._slots[key] = torch.tensor(key, device=self.state.table.device)
-        if len(key) > len(slots):  # it would grow with every cycle otherwise
-            self.state.text.length[self.state.padding_slot] = 1
-        return known
-
-    def _outlooks(self, drafter: Drafter | None, slots: Tensor, count: int) -> list[int]:
-        if drafter is None:
-            return [0] * count
-        with span("draft"):
-            outlooks: list[int] = drafter.outlook(self.state.text, slots).clamp(0, OUTLOOKS - 1).tolist()
-        return outlooks[:count]
 
     def _size(self, request: Running, outlooks: list[int]) -> int:
         if request.drafter is None:
@@ -141,51 +141,27 @@ class Scheduler:
         if request.size is not None:
             return request.size if any(outlooks) else 0
         assert self.controller is not None
-        return self.controller.choose(outlooks)
+        return self.controller.choose(outlooks, bucket_of(len(outlooks)))
 
-    def _shadow_drafts(
-        self, drafter: Drafter | None, slots: Tensor, group: list[Running], outlooks: list[int]
-    ) -> dict[int, list[int]]:
-        """By slot, what would have been drafted, where the controller wants to know how it would have fared."""
-        if drafter is None or self.controller is None:
-            return {}
-        wanted = [
-            index
-            for index, request in enumerate(group)
-            if self.controller.wants_shadow(request.slot, outlooks[index])
-        ]
-        if not wanted:
-            return {}
-        drafted = drafter.draft(self.state.text, slots, drafter.max_drafted).tokens.tolist()
-        return {group[index].slot: drafted[index] for index in wanted}
-
-    def _learn(
-        self,
-        request: Running,
-        outlook: int,
-        size: int,
-        nodes: Sequence[int],
-        committed: Sequence[int],
-        shadow: list[int] | None,
-    ) -> None:
+    def _learn(self, request: Running, size: int, outcome: Outcome, before: Outcome) -> None:
+        """From a cycle with a tree of `size`, and what the drafter had said before it."""
         if self.controller is None or request.drafter is None:
             return
         if size:
-            self.controller.observe_verified(request.slot, outlook, size, nodes)
+            self.controller.observe_verified(request.slot, before.outlook, size, outcome.nodes)
             return
-        if shadow is not None:
-            self.controller.shadow(request.slot, outlook, shadow)
-        self.controller.observe_text(request.slot, committed)
+        if before.ahead and self.controller.wants_shadow(request.slot, before.outlook):
+            self.controller.shadow(request.slot, before.outlook, before.ahead)
+        self.controller.observe_text(request.slot, outcome.tokens)
 
-    def _push(
-        self, request: Running, committed: Sequence[int], drafted: int, levels: int, accepted: int
-    ) -> Chunk:
+    def _push(self, request: Running, outcome: Outcome, drafted: int) -> Chunk:
         """Hands a request its tokens, keeps its stats, and frees its slot when it is done.
 
-        drafted: the tokens of its tree. levels: the longest path that the tree allowed.
+        drafted: the tokens of its tree.
         """
-        stats, output = request.stats, request.output
-        text, taken = output.push(committed)
+        stats, output, accepted = request.stats, request.output, len(outcome.nodes)
+        levels = outcome.levels if drafted else 0
+        text, taken = output.push(outcome.tokens)
         stats.new_tokens += len(taken)
         stats.cycles += 1
         stats.cycles_by_drafted[drafted] = stats.cycles_by_drafted.get(drafted, 0) + 1
@@ -204,3 +180,4 @@ class Scheduler:
         self._free.append(request.slot)
         if self.controller is not None:
             self.controller.forget(request.slot)
+        request.slot = -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,9 @@ from slipstream.draft.tree import Tree
 from slipstream.engine.accept import Path, Sampling
 from slipstream.target.family import KVCache
 from slipstream.target.rows import KVTensor, Rows
+
+_FACTOR = 0x5851F42D4C957F2D
+"""Odd and without a pattern (the multiplier of Knuth's MMIX): checksums multiply by it, modulo 2^64."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,15 @@ class State:
         self.sampling.top_k[slot] = top_k
         self.sampling.top_p[slot] = top_p
         self.sampling.seed[slot] = seed
+
+    def checksum(self, slots: Sequence[int]) -> int:
+        """Of the committed texts of these slots: the same on every rank, or the ranks do not agree."""
+        length = self.text.length[list(slots)]
+        text = self.text.tokens[list(slots), : int(length.max())]
+        place = torch.arange(text.numel(), device=text.device).view(text.shape) + 1
+        is_inside = torch.arange(text.shape[1], device=text.device) < length[:, None]
+        words = (text + 1) * place * _FACTOR
+        return int(((words ^ words >> 32) * _FACTOR * is_inside).sum())
 
     def tree_rows(self, slots: Tensor, tree: Tree, extent: int) -> Rows:
         """The rows of a verify step: each slot's last committed token and the tree under it."""

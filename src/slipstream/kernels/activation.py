@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.kernels import triton as gpu
 from slipstream.kernels.native import native
 
 
@@ -13,6 +14,10 @@ def swiglu(gate_up: Tensor) -> Tensor:
     if gate_up.device.type == "cpu" and (ext := native()) is not None:
         y: Tensor = ext.swiglu(gate_up)
         return y
+    if gpu.runs(gate_up):
+        from slipstream.kernels.triton import rows
+
+        return rows.swiglu(gate_up)
     return swiglu_reference(gate_up)
 
 

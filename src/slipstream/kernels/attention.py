@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.kernels import triton as gpu
 from slipstream.kernels.native import native
 
 BLOCK = 64
@@ -42,6 +43,13 @@ def attention(
     if q.device.type == "cpu" and (ext := native()) is not None:
         out: Tensor = ext.attention(q, k_cache, v_cache, table, slots, prefix, depth, ancestors, scale)
         return out
+    if gpu.runs(q):
+        from slipstream.kernels.triton import attention as on_gpu
+
+        if on_gpu.takes(k_cache, v_cache):
+            return on_gpu.attention(
+                q, k_cache, v_cache, table, slots, prefix, depth, ancestors, scale, extent
+            )
     if q.device.type != "cpu":
         return _eager(q, k_cache, v_cache, table, slots, prefix, depth, ancestors, scale, extent)
     return attention_reference(q, k_cache, v_cache, table, slots, prefix, depth, ancestors, scale)

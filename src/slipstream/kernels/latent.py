@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from slipstream.kernels import triton as gpu
 from slipstream.kernels.native import native
 from slipstream.kernels.norm import rms_norm_reference
 from slipstream.kernels.rope import rotate
@@ -27,6 +28,11 @@ def latent_rope_write(
     """
     if q.device.type == "cpu" and (ext := native()) is not None:
         ext.latent_rope_write(q, kv, norm, eps, cos, sin, positions, kv_rows, cache)
+        return
+    if gpu.runs(q):
+        from slipstream.kernels.triton import rows
+
+        rows.latent_rope_write(q, kv, norm, eps, cos, sin, positions, kv_rows, cache)
         return
     latent_rope_write_reference(q, kv, norm, eps, cos, sin, positions, kv_rows, cache)
 

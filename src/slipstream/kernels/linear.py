@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from slipstream.kernels import triton as gpu
 from slipstream.kernels.native import native
 
 Format = Literal["float32", "bfloat16", "q8_0", "q4_1"]
@@ -151,6 +152,10 @@ def _unpacked(count: int, fetch: Callable[[int], Sequence[Weight]], format: Form
         for tensors in zip(*every, strict=True)
     )
     assert data is not None
+    if gpu.runs(data) and format == "bfloat16":
+        from slipstream.kernels.triton.linear import prepare
+
+        prepare(len(data) // count, data.shape[1], data.device)
     return PackedWeight(format, len(data) // count, data.shape[1], data, scale, minimum, None, False, count)
 
 
@@ -244,6 +249,10 @@ def linear(x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None
             out_dtype or x.dtype,
         )
         return y
+    if gpu.runs(weight.data) and weight.format == "bfloat16":
+        from slipstream.kernels.triton.linear import linear as on_gpu
+
+        return on_gpu(x, weight.data, weight.bias, out_dtype)
     if weight.data.device.type != "cpu":
         return _eager(x, weight, out_dtype)
     return reference(x, weight, out_dtype)

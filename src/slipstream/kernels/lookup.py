@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.kernels import triton as gpu
 from slipstream.kernels.native import native
 
 
@@ -22,6 +23,10 @@ def lookup(
     if tokens.device.type == "cpu" and (ext := native()) is not None:
         draft, matched = ext.lookup(tokens, slots, lengths, max_suffix, count)
         return draft, matched
+    if gpu.runs(tokens):
+        from slipstream.kernels.triton import lookup as on_gpu
+
+        return on_gpu.lookup(tokens, slots, lengths, max_suffix, count)
     return lookup_reference(tokens, slots, lengths, max_suffix, count)
 
 

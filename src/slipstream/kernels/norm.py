@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.kernels import triton as gpu
 from slipstream.kernels.native import native
 
 
@@ -13,6 +14,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.device.type == "cpu" and (ext := native()) is not None:
         y: Tensor = ext.rms_norm(x, weight, eps)
         return y
+    if gpu.runs(x):
+        from slipstream.kernels.triton import rows
+
+        return rows.rms_norm(x, weight, eps)
     return rms_norm_reference(x, weight, eps)
 
 
@@ -21,6 +26,10 @@ def add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Te
     if x.device.type == "cpu" and (ext := native()) is not None:
         y: Tensor = ext.add_rms_norm_(x, residual, weight, eps)
         return y
+    if gpu.runs(x):
+        from slipstream.kernels.triton import rows
+
+        return rows.rms_norm(x, weight, eps, residual)
     return rms_norm_reference(residual.add_(x), weight, eps)
 
 
@@ -28,6 +37,11 @@ def rms_norm_heads_(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, kv_heads: int, 
     """RMSNorm in place of every q and k head of qkv [..., (H + 2 Hkv) * D], q's heads first; q_norm, k_norm: [D]."""
     if qkv.device.type == "cpu" and (ext := native()) is not None:
         ext.rms_norm_heads_(qkv, q_norm, k_norm, kv_heads, eps)
+        return
+    if gpu.runs(qkv):
+        from slipstream.kernels.triton import rows
+
+        rows.rms_norm_heads_(qkv, q_norm, k_norm, kv_heads, eps)
         return
     rms_norm_heads_reference_(qkv, q_norm, k_norm, kv_heads, eps)
 

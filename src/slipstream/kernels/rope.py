@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.kernels import triton as gpu
 from slipstream.kernels.native import native
 
 
@@ -26,6 +27,10 @@ def rope_kv_write(
     if qkv.device.type == "cpu" and (ext := native()) is not None:
         q: Tensor = ext.rope_kv_write(qkv, cos, sin, positions, kv_rows, k_cache, v_cache)
         return q
+    if gpu.runs(qkv):
+        from slipstream.kernels.triton import rows
+
+        return rows.rope_kv_write(qkv, cos, sin, positions, kv_rows, k_cache, v_cache)
     return rope_kv_write_reference(qkv, cos, sin, positions, kv_rows, k_cache, v_cache)
 
 

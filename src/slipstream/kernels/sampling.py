@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.kernels import triton as gpu
 from slipstream.kernels.native import native
 
 _MASK32 = 0xFFFFFFFF
@@ -21,6 +22,10 @@ def argmax(logits: Tensor) -> Tensor:
     if logits.device.type == "cpu" and (ext := native()) is not None:
         ids: Tensor = ext.argmax(logits)
         return ids
+    if gpu.runs(logits):
+        from slipstream.kernels.triton import rows
+
+        return rows.argmax(logits)
     return argmax_reference(logits)
 
 

@@ -263,6 +263,16 @@ def _profile(
             diagnosis.speculative_cycle = sums[True].cost()
 
 
+def measured_cycle(
+    engine: Measured, prompts: Sequence[Prompt], params: SamplingParams, *, speculate: bool
+) -> CycleCost | None:
+    """The mean cycle over these prompts, by part; None where no prompt took a cycle."""
+    total = _SpanSum()
+    for prompt in prompts:
+        total.add(engine.stream(prompt.prompt, params, speculate=speculate))
+    return total.cost()
+
+
 class _SpanSum:
     """Spans of several streamed runs together, each from its first piece of text on: the prefill stays outside."""
 

@@ -11,7 +11,7 @@ import torch
 from slipstream.errors import ModelError
 from slipstream.kernels.linear import GROUP, QuantisedWeight, Weight
 from slipstream.target.shape import ModelShape
-from slipstream.target.weights import with_rows
+from slipstream.target.weights import Part, cut, with_rows
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -48,26 +48,39 @@ class GGUFFile:
         """The shape of every tensor, by Hugging Face name."""
         return {name: tuple(int(n) for n in tensor.shape[::-1]) for name, tensor in self._tensors.items()}
 
-    def fetch(self, name: str) -> Weight:
-        """A tensor: float32, or as the file's own integer blocks where it has them."""
+    def fetch(self, name: str, part: Part | None = None) -> Weight:
+        """A tensor: float32, or as the file's own integer blocks where it has them; with `part`, only that piece is
+        read, and of q and k a piece is one of whole heads.
+        """
         import gguf
 
         tensor = self._tensors[name]
         kind = gguf.GGMLQuantizationType(tensor.tensor_type)
-        heads = {"self_attn.q_proj": self.shape.heads, "self_attn.k_proj": self.shape.kv_heads}.get(
-            ".".join(name.split(".")[3:5]), 0
-        )
-        rows = _rows_in_halves(int(tensor.shape[-1]), heads) if heads else None
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        data, whole = tensor.data, part.widened(block) if part else None
+        if part and whole and part.dim == 0:
+            data = data[part.start : part.stop]
+        elif whole:
+            in_bytes = (
+                block_bytes // data.itemsize
+            )  # of what the reader gives: bytes, or numbers where it knows them
+            data = data[:, whole.start // block * in_bytes : whole.stop // block * in_bytes]
+        weight = self._numbers(tensor.name, data, kind)
+        if ".".join(name.split(".")[3:5]) in ("self_attn.q_proj", "self_attn.k_proj"):
+            return with_rows(weight, _rows_in_halves(len(data), len(data) // self.shape.head_dim))
+        return cut(weight, part, whole)
+
+    def _numbers(self, name: str, data: Any, kind: Any) -> Weight:
+        import gguf
+
         if kind.name in ("Q4_1", "Q8_0"):
-            weight = _blocks(np.array(tensor.data), kind.name)
-            return weight if rows is None else with_rows(weight, rows)
+            return _blocks(np.array(data), kind.name)
         try:
-            dense = torch.from_numpy(np.array(gguf.dequantize(tensor.data, kind), dtype=np.float32))
+            return torch.from_numpy(np.array(gguf.dequantize(data, kind), dtype=np.float32))
         except NotImplementedError:
             raise ModelError(
-                f"{self.path}: tensor {tensor.name} is in {kind.name}, which is not supported"
+                f"{self.path}: tensor {name} is in {kind.name}, which is not supported"
             ) from None
-        return dense if rows is None else dense[rows]
 
     def _config(self) -> dict[str, Any]:
         """The metadata in the words of a Hugging Face config."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from slipstream.collectives.interface import Collectives, Solo
 from slipstream.errors import ModelError
 from slipstream.kernels.linear import GROUP, Format
 from slipstream.target.decoder import Decoder
@@ -17,6 +18,7 @@ from slipstream.target.family import Target
 from slipstream.target.gguf_file import GGUFFile
 from slipstream.target.safetensors_files import SafetensorsFolder
 from slipstream.target.shape import ModelShape
+from slipstream.target.shard import Shard
 from slipstream.target.tokenizer import Tokenizer, from_folder, from_gguf
 from slipstream.target.weights import weight_names
 
@@ -57,9 +59,10 @@ def load(
     device: str = "cpu",
     positions: int,
     longest: int | None = None,
+    collectives: Collectives | None = None,
 ) -> LoadedModel:
     """Loads a model; see Engine for the arguments. positions: how far its rotary tables reach. longest: a length that
-    it must be able to reach.
+    it must be able to reach. collectives: the ranks that share it, each of which loads its own part alone.
 
     Raises ModelError, before any weight is read where the reason can be known before.
     """
@@ -73,7 +76,9 @@ def load(
     _check(path, checkpoint.sizes(), weight_names(shape))
     if FORMATS[format] in ("q8_0", "q4_1"):
         _check_groups(shape, format)
-    target = Decoder(shape, checkpoint.fetch, chosen, FORMATS[format], device, positions)
+    ranks = collectives or Solo()
+    shard = Shard.of(shape, ranks.rank, ranks.size, in_groups=FORMATS[format] in ("q8_0", "q4_1"))
+    target = Decoder(shard, checkpoint.fetch, ranks, chosen, FORMATS[format], device, positions)
     notes: list[str] = []
     if isinstance(checkpoint, GGUFFile):
         tokenizer = from_gguf(checkpoint.fields, shape.eos_ids)

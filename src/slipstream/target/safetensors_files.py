@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,7 @@ from slipstream.errors import ModelError
 from slipstream.kernels.linear import GROUP, Weight
 from slipstream.target.config import read_config
 from slipstream.target.quantisation import fp8_to_float, unpack_int4
-
-
-@dataclass(frozen=True)
-class Part:
-    """One of `of` equal pieces of a weight [N, K]: of its outputs (dim 0) or its inputs (dim 1)."""
-
-    dim: int
-    index: int
-    of: int
-
-    def range(self, size: tuple[int, ...], unit: int = 1) -> range:
-        """The elements of the dimension that belong to the piece; whole multiples of `unit`."""
-        count = size[self.dim]
-        if count % (self.of * unit):
-            raise ModelError(f"{count} weights cannot be split into {self.of} parts of whole {unit}s")
-        share = count // self.of
-        return range(self.index * share, (self.index + 1) * share)
+from slipstream.target.weights import Part, cut
 
 
 class SafetensorsFolder:
@@ -92,7 +75,7 @@ class SafetensorsFolder:
         scale = self._read(f"{name}_scale_inv", None)
         first = [0, 0]
         if part:
-            first[part.dim] = part.range(tuple(self._slice(name).get_shape())).start
+            first[part.dim] = part.start
         return fp8_to_float(weight, scale, quantisation.block, (first[0], first[1]))
 
     def _fetch_int4(self, name: str, part: Part | None) -> Weight:
@@ -101,9 +84,10 @@ class SafetensorsFolder:
             raise ModelError(
                 f"{self.folder}: tensor {name} is packed, but the config names no int4 quantisation"
             )
-        if part and part.dim == 1:
-            part.range(self.sizes()[name], GROUP)  # a piece of a group would be left without its scale
-        return unpack_int4(self._read(f"{name}_packed", part), self._read(f"{name}_scale", part))
+        whole = part.widened(GROUP) if part else None  # a piece of a group would be left without its scale
+        words, scale = (whole.scaled(8), whole.scaled(GROUP)) if whole else (None, None)
+        weight = unpack_int4(self._read(f"{name}_packed", words), self._read(f"{name}_scale", scale))
+        return cut(weight, part, whole)
 
     def _read(self, name: str, part: Part | None) -> Tensor:
         if name not in self._files:
@@ -113,11 +97,8 @@ class SafetensorsFolder:
             if part is None:
                 tensor: Tensor = opened.get_tensor(stored)
                 return tensor
-            piece = opened.get_slice(stored)
-            own = part.range(tuple(piece.get_shape()))
-            selected: Tensor = (
-                piece[own.start : own.stop] if part.dim == 0 else piece[:, own.start : own.stop]
-            )
+            whole, own = opened.get_slice(stored), slice(part.start, part.stop)
+            selected: Tensor = whole[own] if part.dim == 0 else whole[:, own]
             return selected
         except SafetensorError as error:
             raise ModelError(f"{self.folder}: tensor {name} cannot be read ({error})") from None

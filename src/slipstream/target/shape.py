@@ -145,9 +145,20 @@ class ModelShape:
 
     def flops(self, rows: int, context: int) -> int:
         """Floating-point operations of one pass over `rows` rows that each see `context` keys."""
-        products = self.vocab_size * self.hidden_size + self.layers * self._attention_weights()
-        products += sum(self._mlp_weights(layer, experts=self._per_token()) for layer in range(self.layers))
-        return 2 * rows * (products + self.layers * context * self._attention_products())
+        return sum(self.flops_by_part(rows, context).values())
+
+    def flops_by_part(self, rows: int, context: int) -> dict[str, int]:
+        """The same by part: the attention's projections, its scores and values, mlp (of dense layers), moe, lm_head."""
+        sparse = set(self.experts.layers) if self.experts else set()
+        mlp = {layer: self._mlp_weights(layer, experts=self._per_token()) for layer in range(self.layers)}
+        products = {
+            "attention": self.layers * self._attention_weights(),
+            "scores": self.layers * context * self._attention_products(),
+            "mlp": sum(weights for layer, weights in mlp.items() if layer not in sparse),
+            "moe": sum(weights for layer, weights in mlp.items() if layer in sparse),
+            "lm_head": self.vocab_size * self.hidden_size,
+        }
+        return {part: 2 * rows * count for part, count in products.items()}
 
     def weight_bytes(self, rows: int, stored: WeightBytes | float) -> float:
         """Bytes of weights read by one pass: of experts, those that `rows` rows are expected to reach."""

@@ -8,8 +8,43 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import Format, PackedWeight, QuantisedWeight, Weight, dense, pack, pack_many
+from slipstream.kernels.linear import (
+    Format,
+    PackedWeight,
+    QuantisedWeight,
+    Weight,
+    dense,
+    pack,
+    pack_many,
+)
 from slipstream.target.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a weight [N, K] (or a bias [N]): its outputs (dim 0) or its inputs (dim 1) from start to stop - 1."""
+
+    dim: int
+    start: int
+    stop: int
+
+    def widened(self, block: int) -> Part:
+        """The same of inputs, out to whole blocks."""
+        if self.dim == 0:
+            return self
+        return Part(1, self.start // block * block, -(-self.stop // block) * block)
+
+    def scaled(self, block: int) -> Part:
+        """What of a tensor with one element for every `block` inputs belongs to this (whole blocks)."""
+        return self if self.dim == 0 else Part(1, self.start // block, self.stop // block)
+
+
+def cut(weight: Weight, part: Part | None, widened: Part | None) -> Weight:
+    """The piece that was asked for, of the one that was read; dense where it does not end between groups."""
+    if part is None or widened is None or part == widened:
+        return weight
+    return dense(weight)[:, part.start - widened.start : part.stop - widened.start]
+
 
 Fetch = Callable[[str], Weight]
 """A checkpoint: a tensor by its Hugging Face name."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.console import progress_bar, say
-from slipstream.cli.options import Dtype
+from slipstream.cli.options import ALL_REDUCE_HELP, TP_HELP, Dtype
 from slipstream.errors import DataError, SlipstreamError
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ def data(
         float | None, typer.Option(min=0, help="End in time for that many, with what is done.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew if the file is there.")] = False,
+    tp: Annotated[int, typer.Option(min=1, help=f"With --from: {TP_HELP[0].lower()}{TP_HELP[1:]}")] = 1,
+    all_reduce: Annotated[str, typer.Option(help=ALL_REDUCE_HELP)] = "auto",
 ) -> None:
     """Write training data with the model itself.
 
@@ -74,6 +76,7 @@ def data(
     given conversations anew ("conversations" or "messages", or a "prompt", one JSON object a line). Without, it writes
     both sides. The same command continues a file that was interrupted.
     """
+    from slipstream.collectives.meeting import under_torchrun
     from slipstream.engine.request import SamplingParams
     from slipstream.train.data_file import DataFile
     from slipstream.train.writing import Tally, Wishes, write
@@ -84,6 +87,8 @@ def data(
     )
     until_s = None if minutes is None else perf_counter() + 60 * minutes
     check_device(device)
+    if tp > 1 and (not source or under_torchrun()):
+        raise SlipstreamError("--tp is for --from, and starts its ranks itself")
     if source and source.resolve() == out.resolve():
         raise DataError(f"{out} is what --from reads; write another file")
     batch = batch or (32 if device == "cpu" else 64 if source else 1024)
@@ -96,7 +101,7 @@ def data(
     settings |= {"max_length": max_length, "sha256": _sha256(source)} if source else {"batch": batch}
     with DataFile(out, settings, overwrite=overwrite) as file:
         before, tally, is_whole = file.lines, Tally(), True
-        loads = Loads(model, dtype.value, device, max_length)
+        loads = Loads(model, dtype.value, device, max_length, tp, all_reduce)
         with progress_bar() as bar:
             show = _Shown(bar, minutes, file.last_index + 1)
             if source:
@@ -122,6 +127,8 @@ class Loads:
     dtype: str
     device: str
     max_length: int | None
+    tp: int
+    all_reduce: str
 
 
 class _Shown:
@@ -167,6 +174,8 @@ def _answers(
         max_length=loads.max_length,
         max_batch=batch,
         device=loads.device,
+        tp=loads.tp,
+        all_reduce=loads.all_reduce,
     )
     return regenerate(engine, talks, wishes, batch, begin=max(0, file.last_index), skip=file.last_count)
 

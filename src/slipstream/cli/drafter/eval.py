@@ -12,7 +12,7 @@ import typer
 
 from slipstream.cli.console import print_numbers, progress_bar, say
 from slipstream.cli.drafter.data import check_device
-from slipstream.cli.options import Dtype
+from slipstream.cli.options import ALL_REDUCE_HELP, TP_HELP, Dtype
 from slipstream.errors import SlipstreamError
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     dtype: Annotated[Dtype, typer.Option(help="Number format of the computation.")] = Dtype.AUTO,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    tp: Annotated[int, typer.Option(min=1, help=TP_HELP)] = 1,
+    all_reduce: Annotated[str, typer.Option(help=ALL_REDUCE_HELP)] = "auto",
 ) -> None:
     """Measure how much of a drafter's guesses is accepted.
 
@@ -58,6 +60,8 @@ def evaluate(
 
     if prompts and data:
         raise SlipstreamError("--prompts and --data exclude each other: they are two different tests")
+    if data and tp > 1:
+        raise SlipstreamError("--tp is for --prompts: the test on --data runs on one rank")
     shapes = _shapes(chain, tree)
     params = SamplingParams(max_new_tokens, temperature)
     check_device(device)
@@ -68,7 +72,14 @@ def evaluate(
             raise SlipstreamError("--chain is 0: the test on --data is one of a chain")
         found = _forced(checkpoint, target, data, chain, limit, max_length, dtype, device)
     else:
-        found = _answered(checkpoint, target, prompts, shapes, params, limit, max_length, dtype, device)
+        runs = {
+            "dtype": dtype,
+            "max_length": max_length,
+            "device": device,
+            "tp": tp,
+            "all_reduce": all_reduce,
+        }
+        found = _answered(checkpoint, target, prompts, shapes, params, limit, runs)
     if as_json:
         print(json.dumps({**settings, **found}, ensure_ascii=False))
     else:
@@ -114,11 +125,9 @@ def _answered(
     shapes: list[DraftShape],
     params: SamplingParams,
     limit: int | None,
-    max_length: int,
-    dtype: Dtype,
-    device: str,
+    runs: dict[str, Any],
 ) -> dict[str, Any]:
-    """The real cycle."""
+    """The real cycle. runs: how the engine is to run."""
     from slipstream.lab.prompts import load_prompts
 
     chosen = load_prompts(prompts)[:limit]
@@ -127,14 +136,7 @@ def _answered(
     from slipstream.draft.eagle3.drafter import Eagle3Drafter
     from slipstream.train.drafted import drafted
 
-    engine = slipstream.Engine(
-        target,
-        draft=Eagle3Drafter(checkpoint),
-        dtype=dtype,
-        max_length=max_length,
-        max_batch=4,
-        device=device,
-    )
+    engine = slipstream.Engine(target, draft=Eagle3Drafter(checkpoint), max_batch=4, **runs)
     with progress_bar() as bar:
         results = drafted(engine, [each.prompt for each in chosen], params, shapes, progress=bar)
     kinds = [each.kind for each in chosen]

@@ -8,7 +8,9 @@ states before the next draft, and only then: while nobody drafts, the states wai
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from slipstream.draft.eagle3.network import Network
 from slipstream.draft.text import Text
 from slipstream.draft.tree import Tree
 from slipstream.errors import ModelError
+from slipstream.kernels.device import reads_freely
 from slipstream.kernels.linear import GROUP, Format
 from slipstream.kernels.sampling import argmax
 from slipstream.target.family import Target
@@ -36,6 +39,10 @@ def drafter_folder(name: str) -> Path:
 
 _RING = 1024
 """States that wait for a request's next draft; a power of two, and several prefill chunks."""
+_WIDTHS = (1, 2, 4, 8, 16, 32)
+"""Buckets of the states that a draft takes in first, where their number is part of a graph."""
+_CHUNK = 256
+"""States that are taken in at once outside of a draft."""
 _MARGIN = 64
 """Positions beyond a text that a cycle may write into the ring."""
 
@@ -67,7 +74,11 @@ class Eagle3Drafter(Drafter):
             raise ModelError(
                 "a sampled draft is a chain: a tree that keeps its best nodes would not be a fair sample"
             )
+        self._made_with = (drafter, max_drafted, top_k, depth, weights, temperature)
         self._temperature = temperature
+        self.is_capturable = (
+            temperature == 0
+        )  # a draw's noise comes from a generator that a graph would repeat
         self._draw: torch.Generator | None = None
         self.checkpoint = drafter if isinstance(drafter, Checkpoint) else load(drafter)
         self.top_k = top_k = min(top_k, self.checkpoint.shape.draft_vocab_size)
@@ -76,12 +87,17 @@ class Eagle3Drafter(Drafter):
         self.depth = depth if self.is_tree else max_drafted
         self._format: Format = weights or _format(self.checkpoint)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another rank makes one of its own, from the same folder."""
+        return _made, self._made_with
+
     def attach(self, target: Target, slots: int, width: int) -> None:
         self.shape = self.checkpoint.shape.paired(target.shape)
         assert self.shape.taps is not None
         self.taps = self.shape.taps
         self._target, self._embedding = target, _embedding(self.checkpoint, target)
         device = self._device = target.device
+        self._is_static = not reads_freely(device)
         scratch = self.depth * self.top_k
         self._network = Network(self.checkpoint, target.dtype, self._format, device, width + self.depth)
         self._ids = self.checkpoint.target_ids.to(device)
@@ -98,16 +114,39 @@ class Eagle3Drafter(Drafter):
         self._states = torch.zeros(slots, _RING, features, dtype=target.dtype, device=device)
         self._done = torch.zeros(slots, dtype=torch.int64, device=device)
         """By slot: the drafter's KV is that of the target's states up to here."""
+        self._waiting = [0] * slots
+        """By slot: the most states that are not in the drafter's KV yet, as far as the host knows."""
+        self._width = 1
+        """The most states that the next draft takes in."""
 
     def reset(self, slot: int) -> None:
         self._done[slot] = 0
+        self._waiting[slot] = 0
+
+    def before(self, text: Text, slots: Sequence[int], size: int, observed: int) -> int:
+        waiting = max(self._waiting[slot] for slot in slots)
+        if waiting + observed > _RING - _MARGIN or (size and waiting > _WIDTHS[-1] and self._is_static):
+            waiting = 0
+            for slot in slots:
+                self._catch_up(text, slot)
+        self._width = next((width for width in _WIDTHS if width >= waiting), 0)
+        for slot in slots:
+            self._waiting[slot] = (0 if size else self._waiting[slot]) + observed
+        return self._width if size else 0
+
+    def _catch_up(self, text: Text, slot: int) -> None:
+        """Takes in the states of a slot that wait."""
+        at = torch.tensor([slot], device=self._device)
+        # A bound, while the text is generated; exact in a prefill, where the text is ahead of the states.
+        last = torch.minimum(self._done[at] + self._waiting[slot], text.length[at] - 1) - 1
+        chunk = _CHUNK if self._is_static else _RING
+        for _ in range(-(-self._waiting[slot] // chunk)):
+            reach = torch.minimum(self._done[at] + chunk - 1, last)
+            self._refresh(text, at, reach, chunk)
+        self._waiting[slot] = 0
 
     def observe(self, text: Text, slots: Tensor, first: Tensor, features: Tensor) -> None:
-        count = features.shape[1]
-        if int((first + count - self._done[slots]).max()) > _RING - _MARGIN:
-            for slot, known in zip(slots[:, None], first.tolist(), strict=True):
-                self._refresh(text, slot, torch.tensor([known - 1], device=self._device))
-        at = (first[:, None] + torch.arange(count, device=self._device)) % _RING
+        at = (first[:, None] + torch.arange(features.shape[1], device=self._device)) % _RING
         self._states[slots[:, None], at] = features
 
     def outlook(self, text: Text, slots: Tensor) -> Tensor:
@@ -116,7 +155,7 @@ class Eagle3Drafter(Drafter):
 
     def draft(self, text: Text, slots: Tensor, size: int) -> Tree:
         last = (text.length[slots] - 2).clamp_min(0)
-        state, normed = self._refresh(text, slots, last)
+        state, normed = self._refresh(text, slots, last, self._width)
         is_valid = (text.length[slots] >= 2)[:, None]
         if self.is_tree and size > 1:
             return self._tree(slots, last, state, normed, size, is_valid)
@@ -173,7 +212,7 @@ class Eagle3Drafter(Drafter):
             state, normed = self._run(run.tokens, state, run)
             logits = self._network.logits(normed).view(batch, width, -1)
             chosen = kept.grow(logits, self._ids)
-            if self._device.type == "cpu" and level + 1 < depth and not kept.may_matter(size):
+            if not self._is_static and level + 1 < depth and not kept.may_matter(size):
                 break  # what grows from here cannot be among the best: the same tree, sooner
             parents = (torch.arange(batch, device=self._device)[:, None] * width + chosen).view(-1)
             table, state = table[parents], state[parents]
@@ -192,17 +231,22 @@ class Eagle3Drafter(Drafter):
             extent=self._table.shape[1],
         )
 
-    def _refresh(self, text: Text, slots: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """Runs the slots up to `last` (int64 [B]) that wait, the last at least; returns its state and normed state."""
+    def _refresh(self, text: Text, slots: Tensor, last: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Runs the slots up to `last` (int64 [B]) that wait, the last at least; returns its state and normed state.
+
+        width: a bound of how many they are, where finding that out would mean to wait for the device.
+        """
         first = torch.minimum(self._done[slots], last)
         counts = last - first
-        width = int(counts.max()) + 1
+        is_even = width == 1
+        if not self._is_static:
+            width = int(counts.max()) + 1
+            is_even = bool((counts == width - 1).all())
         # Shorter requests repeat their last slot: it writes the same KV again.
         order = torch.arange(width, device=self._device).expand(len(slots), -1)
         depth = order.minimum(counts[:, None])
         index = first[:, None] + depth
         at = slots[:, None]
-        is_even = bool((counts == width - 1).all())
         rows = Rows(
             tokens=text.tokens[at, index + 1],
             positions=index,
@@ -223,6 +267,19 @@ class Eagle3Drafter(Drafter):
         table = self._embedding
         embedded = self._target.embed(tokens) if table is None else table[tokens]
         return self._network(embedded, state, rows, self._kv)
+
+
+def _made(
+    drafter: Path | Checkpoint,
+    max_drafted: int,
+    top_k: int,
+    depth: int,
+    weights: Format | None,
+    temperature: float,
+) -> Eagle3Drafter:
+    return Eagle3Drafter(
+        drafter, max_drafted, top_k=top_k, depth=depth, weights=weights, temperature=temperature
+    )
 
 
 def _format(checkpoint: Checkpoint) -> Format:
@@ -248,5 +305,9 @@ def _embedding(checkpoint: Checkpoint, target: Target) -> Tensor | None:
             )
         return None
     own = own.to(target.device, target.dtype)
-    theirs = target.embed(torch.arange(target.shape.vocab_size, device=target.device))
-    return None if own.shape == theirs.shape and torch.equal(own, theirs) else own
+    if len(own) != target.shape.vocab_size or own.shape[1] != target.shape.hidden_size:
+        return own
+    # All parts, as every rank makes the same calls, and one by one, as the target may have to add them up.
+    parts = torch.arange(len(own), device=target.device).split(1024)
+    same = [torch.equal(own[tokens], target.embed(tokens)) for tokens in parts]
+    return None if all(same) else own

@@ -96,4 +96,5 @@ class Candidates:
 def _likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The log-probabilities and indices of the `count` largest logits of each row; never above 0, which rounding is."""
     values, chosen = logits.topk(count, dim=-1)
-    return (values - logits.logsumexp(-1, keepdim=True)).clamp_max(0), chosen
+    above = values - values[..., :1]  # the largest is at hand: `logsumexp` would look for it again
+    return (above - (logits - values[..., :1]).exp_().sum(-1, keepdim=True).log_()).clamp_max(0), chosen
