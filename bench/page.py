@@ -105,6 +105,15 @@ def _at_least(found: dict[str, Any]) -> Iterator[tuple[str, str, float, float]]:
         loading = found["models"]["loading"]
         got = loading["load_gb_s"] / loading["read_gb_s"]
         yield "loading 1 GB of safetensors, packed", "reading the file into memory", 0.5, got
+    if "wire" in found:
+        sizes, section = found["wire"]["sizes"].values(), found["wire"]
+        for at, what in enumerate(("median", "90th percentile")):
+            got = min(each["gloo"][at] / each["shm"][at] for each in sizes)
+            yield f"all-reduce over shared memory, 2 ranks, 2 to 72 KiB, {what}; worst size", "Gloo", 25, got
+        got = section["apart_us"][0] / section["fused_us"][0]
+        yield "fused all-reduce, add and RMSNorm, 8 rows of 576", "Gloo, then torch", 20, got
+        got = section["saving_ms"] / section["expected_saving_ms"]
+        yield "what shared memory saves of a verify step of 8 rows", "the saving to be expected", 0.9, got
     if "speculation" in found:
         for name, kinds in found["speculation"]["formats"].items():
             for draft, shown in DRAFTERS.items():
@@ -248,11 +257,33 @@ def _spans(found: dict[str, Any]) -> Iterator[str]:
     )
 
 
+def _wire(found: dict[str, Any]) -> Iterator[str]:
+    if (section := found.get("wire")) is None:
+        return
+    yield f"Two ranks on two cores; float32, microseconds of the slower rank. {_where(section)}"
+    yield ""
+    yield from _table(
+        ("bytes", "Gloo, median", "90th percentile", "shared memory, median", "90th percentile"),
+        [
+            (size, *(f"{us:.1f}" for us in (*each["gloo"], *each["shm"])))
+            for size, each in section["sizes"].items()
+        ],
+    )
+    yield ""
+    yield (
+        f"All-reduce, residual add and RMSNorm of 8 rows of 576: {section['apart_us'][0]:.0f} us with Gloo and torch,"
+        f" {section['fused_us'][0]:.1f} us in one pass over shared memory. A cycle of SmolLM2 with 8 rows, bfloat16:"
+        f" {section['step_ms']['gloo']:.1f} ms with Gloo, {section['step_ms']['shm']:.1f} ms with shared memory;"
+        f" {section['expected_saving_ms']:.1f} ms less were to be expected from the all-reduces alone."
+    )
+
+
 _SECTIONS = (
     ("Against transformers", _transformers),
     ("Against vLLM and llama.cpp", _peers),
     ("Speculation against plain decoding", _speculation),
     ("The verify step by rows", _verify),
     ("Other families", _models),
+    ("The all-reduce between two ranks", _wire),
     ("Spans", _spans),
 )

@@ -29,6 +29,7 @@ from bench.page import write_page
 from bench.peer_workers.protocol import Emit, measure
 from bench.peers import PEERS, PeerError, Worker, tokenize
 from bench.theirs import Run, theirs
+from bench.wire import measure_wire
 from slipstream import spans
 from slipstream.engine.request import SamplingParams
 from slipstream.lab.prompts import KINDS, Prompt, load_prompts
@@ -255,6 +256,7 @@ SECTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "speculation": measure_speculation,
     "transformers": measure_transformers,
     "models": measure_models,
+    "wire": measure_wire,
     "peers": measure_peers,
 }
 

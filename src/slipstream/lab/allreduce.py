@@ -1,8 +1,8 @@
 """The micro-benchmark of the all-reduce: what each backend takes by message size, on these ranks, here and now.
 
-A measured time of one rank holds two things: the wire, and waiting for the rank that came last. All ranks note when they
-entered and left (one machine has one monotonic clock); of each round, the *wire* is the least time of any rank, which
-is that of the last to enter, and the *skew* is the span between the first and the last to enter.
+A measured time of one rank holds two things: the wire, and waiting for the rank that came last. All ranks note when
+they entered and left (one machine has one monotonic clock); of each round, the *wire* is the least time of any rank,
+which is that of the last to enter, and the *skew* is the span between the first and the last to enter.
 """
 
 from __future__ import annotations
