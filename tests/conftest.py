@@ -17,6 +17,14 @@ if not torch.cuda.is_available():  # before any kernel is compiled: without a GP
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The CPU kernels are built before the workers start, so that no test's time limit pays for the compiler."""
+    if not hasattr(config, "workerinput"):
+        from slipstream.kernels.native import native
+
+        native()
+
+
 @pytest.fixture(autouse=True)
 def _threads():
     """Tests that change the number of threads leave it as it was."""

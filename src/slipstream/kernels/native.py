@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -11,6 +13,7 @@ import sys
 import sysconfig
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,7 +66,9 @@ def _load() -> ModuleType | None:
     library = folder / f"{NAME}{sysconfig.get_config_var('SHLIB_SUFFIX') or '.so'}"
     if not library.exists():
         try:
-            _build(folder, library.name)
+            with _alone(folder):
+                if not library.exists():
+                    _build(folder, library.name)
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             warnings.warn(
@@ -81,15 +86,26 @@ def _load() -> ModuleType | None:
     return module
 
 
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process of a machine builds, and the others, the ranks of one engine say, wait for it.
+
+    The lock is the kernel's, so it ends with the process that holds it, however that ends.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def _build(folder: Path, library: str) -> None:
-    """Compiles into a private folder and moves it into place, so that a killed or parallel build leaves no lock."""
+    """Compiles into a private folder and moves it into place, so that a killed build leaves nothing half done."""
     from torch.utils import cpp_extension
 
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         raise RuntimeError("no C++ compiler found")
     scripts = sysconfig.get_path("scripts")  # where pip put ninja
     os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", "")])
-    folder.parent.mkdir(parents=True, exist_ok=True)
     print("slipstream: building its CPU kernels, once (about a minute) ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         # Compiled with OpenMP but not linked to it: the symbols then come from the runtime that torch itself
@@ -106,6 +122,6 @@ def _build(folder: Path, library: str) -> None:
         shutil.move(str(Path(scratch) / f"{NAME}.so"), target / library)
         try:
             os.replace(target, folder)
-        except OSError:  # another process was first; its build is the same
+        except OSError:  # another machine that shares this folder was first; its build is the same
             shutil.rmtree(target, ignore_errors=True)
     print("slipstream: kernels built.", file=sys.stderr, flush=True)
